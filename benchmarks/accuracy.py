@@ -313,7 +313,7 @@ def table(task: str, job: Job, seeds: int, lines: list[Line]) -> str:
 
 def why_not(spec: str) -> str:
     """Why a spec cannot be built; nothing where it can."""
-    from unisono.spec import build
+    from unisono.methods.spec import build
 
     try:
         build(spec, kind="strategy")

@@ -39,8 +39,8 @@ from measure import finish, interleaved
 
 import unisono as un
 from unisono.boost import Forest, LightGBM, XGBoost
-from unisono.boost.network_address import reserve_port
-from unisono.map_reduce.worker_data import open_shared, share_arrays, split
+from unisono.tables.boost.network_address import reserve_port
+from unisono.tables.map_reduce.worker_data import open_shared, share_arrays, split
 
 Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
@@ -168,8 +168,8 @@ def forests(world: Any, train: Rows, trees: int, repeats: int) -> dict[str, floa
 
     import xgboost
 
-    from unisono.boost.boosting_worker import fit_in_world
-    from unisono.estimators.row_blocks import Rows as Table
+    from unisono.tables.boost.boosting_worker import fit_in_world
+    from unisono.tables.estimators.row_blocks import Rows as Table
     from unisono.world import World
 
     model = Forest(task="classification", n_estimators=trees)

@@ -51,7 +51,7 @@ def raw(fd: int, nbytes: int, *, threads: int, request_bytes: int) -> None:
 @functools.cache
 def memory(nbytes: int, _: int) -> memoryview:
     """Memory for one thread, kept for all runs."""
-    from unisono.offload.disk import make_buffer
+    from unisono.methods.offload.disk import make_buffer
 
     return make_buffer(nbytes).numpy().data
 
@@ -69,8 +69,8 @@ def stepper_on(home: str, moments: str, asked: argparse.Namespace) -> tuple[Call
     """One optimizer step over all blocks, as a function; and the disk."""
     import torch
 
-    from unisono.offload.disk import Disk
-    from unisono.offload.stepper import Block, Run, Stepper
+    from unisono.methods.offload.disk import Disk
+    from unisono.methods.offload.stepper import Block, Run, Stepper
 
     dtype = {"32bit": torch.float32, "16bit": torch.bfloat16}[moments]
     blocks, elements = asked.blocks, asked.elements
@@ -135,7 +135,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.smoke:
         asked.blocks, asked.elements, asked.repeats = 2, 1 << 20, 1
-    from unisono.offload.disk import measure_bandwidth
+    from unisono.methods.offload.disk import measure_bandwidth
 
     read, write = measure_bandwidth(asked.folder, asked.blocks * asked.elements * BYTES["32bit"])
     print(f"read alone {read / 1e9:.2f} GB/s, written alone {write / 1e9:.2f} GB/s", flush=True)

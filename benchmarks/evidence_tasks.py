@@ -264,8 +264,8 @@ def noise(run: Run, world: Any) -> dict[str, Any]:
     """What a quantiser's rounding does to Gaussian numbers, on this rank alone; `steps` draws."""
     import torch
 
-    from unisono.kernels.noise import noise
-    from unisono.spec import build
+    from unisono.methods.kernels.noise import noise
+    from unisono.methods.spec import build
 
     codec = build(run.variant.spec, kind="reducer").codec
     generator = torch.Generator().manual_seed(run.seed)

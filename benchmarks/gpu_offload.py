@@ -339,7 +339,7 @@ def link(nbytes: int = 4 << 30) -> dict[str, float]:
     """Locking memory, and copying it."""
     import torch
 
-    from unisono.offload.streams import Slab
+    from unisono.methods.offload.streams import Slab
 
     start = time.perf_counter()
     slab = Slab(2 * nbytes, pinned=True)
@@ -382,7 +382,7 @@ def update_rate(elements: int, options: dict[str, Any]) -> float:
     """Gparam/s of an update alone: from the gradients' arrival to the last new value."""
     import torch
 
-    from unisono.offload.pipeline import Pipeline, Run, Shard
+    from unisono.methods.offload.pipeline import Pipeline, Run, Shard
 
     each = elements // 8
     lines = [Shard(torch.zeros(each, dtype=torch.bfloat16, device="cuda"), [Run(0, each, 0)]) for _ in range(8)]

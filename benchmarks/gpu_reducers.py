@@ -213,7 +213,7 @@ def topk_kernel(x: Any, repeats: int) -> dict[str, float]:
     """p = residual + gradient; the largest 1 % of p as values and places; the rest as the new residual."""
     import torch
 
-    from unisono.kernels.select import Plan, Segment, select_top
+    from unisono.methods.kernels.select import Plan, Segment, select_top
 
     n, k = x.numel(), x.numel() // 100
     residual, after = x.flip(0).mul_(0.5), torch.empty_like(x)
@@ -231,8 +231,8 @@ def topk_reduction(x: Any, repeats: int) -> dict[str, float]:
     """The reduction of one bucket in a world of one."""
     import torch
 
-    from unisono.buckets import Bucket
-    from unisono.spec import build
+    from unisono.methods.buckets import Bucket
+    from unisono.methods.spec import build
     from unisono.world import World
 
     bucket = Bucket(0, [("x", x.view(1000, -1))], lambda n, dtype: torch.empty(n, dtype=dtype, device="cuda"))
@@ -251,8 +251,8 @@ def topk_reduction(x: Any, repeats: int) -> dict[str, float]:
 
 @or_nothing
 def nuqsgd_encode(x: Any, repeats: int) -> dict[str, float]:
-    from unisono.kernels.noise import noise
-    from unisono.spec import build
+    from unisono.methods.kernels.noise import noise
+    from unisono.methods.spec import build
 
     codec = build("nuqsgd(bits=4)", kind="reducer").codec
     source = noise(0, 1)

@@ -41,9 +41,9 @@ from measure import finish, interleaved
 
 import unisono as un
 from unisono.estimators import LeastSquares
-from unisono.estimators.row_blocks import BLOCK_BYTES
-from unisono.map_reduce import mapreduce
-from unisono.map_reduce.worker_data import open_shared, share_arrays, split
+from unisono.tables.estimators.row_blocks import BLOCK_BYTES
+from unisono.tables.map_reduce import mapreduce
+from unisono.tables.map_reduce.worker_data import open_shared, share_arrays, split
 
 Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 TOLERANCE = 1e-6
@@ -63,9 +63,9 @@ def made(rows: int, columns: int) -> Rows:
 
 def in_workers(sent: Any, repeats: int) -> dict[str, Any]:
     """Seconds of fits by a standing world, and of a gradient round."""
-    from unisono.estimators.fit_report import measure_speedup
-    from unisono.estimators.losses import compute_value_and_gradient
-    from unisono.estimators.row_blocks import ArrayTable, Rows
+    from unisono.tables.estimators.fit_report import measure_speedup
+    from unisono.tables.estimators.losses import compute_value_and_gradient
+    from unisono.tables.estimators.row_blocks import ArrayTable, Rows
 
     world = un.join("cpu")
     x, y = split(open_shared(sent), world.rank, world.size)

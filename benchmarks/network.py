@@ -233,7 +233,7 @@ def main() -> None:
     if "tune" in asked.only:
         measure_rates(asked)
         return
-    from unisono.lab.hosts import find_obstacle
+    from unisono.launchers.lab.hosts import find_obstacle
 
     if reason := find_obstacle():
         finish({"skipped": reason})

@@ -35,8 +35,8 @@ STEPS = (1, 5, 20, 40)
 
 def sent(spec: str, v: Any, step: int) -> Any:
     """What a quantiser makes of a line: its code, read again."""
-    from unisono.kernels.noise import noise
-    from unisono.spec import build
+    from unisono.methods.kernels.noise import noise
+    from unisono.methods.spec import build
 
     codec = build(spec, kind="reducer").codec
     return codec.decode(codec.encode(v, noise(0, step)), v.numel())

@@ -89,7 +89,7 @@ def time_parts() -> dict[str, float]:
     """Microseconds of what is done for a collective, and for a comparison of parameters, each alone."""
     import torch
 
-    from unisono.strategy import parameter_watch
+    from unisono.methods.strategy import parameter_watch
     from unisono.world.transports.silent import SilentTransport
     from unisono.world.world import World
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def measure_page(*, ranks: int = 64, steps_s: float = 50.0, seconds: float = 60.0) -> dict[str, Any]:
     """The figures, as a dict."""
-    from unisono.live.beside import PageBeside, open_address
+    from unisono.observe.live.beside import PageBeside, open_address
 
     with tempfile.TemporaryDirectory() as folder:
         writer = subprocess.Popen(

@@ -101,8 +101,8 @@ def worker(name: str, methods: list[str], rounds: int, plans: bool) -> None:
     import torch
 
     import unisono as un
-    from unisono.planner.candidates import find_candidates
-    from unisono.planner.measurement_plan import MeasurementPlan, PlanSettings
+    from unisono.predict.planner.candidates import find_candidates
+    from unisono.predict.planner.measurement_plan import MeasurementPlan, PlanSettings
 
     torch.set_num_threads(1)
     world = un.join(device="cpu")
@@ -164,8 +164,8 @@ def measure_steps(world: Any, model: Any, optimizer: Any, step: Any, specs: list
 
 def judge(found: dict[str, Any]) -> dict[str, Any]:
     """The plan's regret, and each method's error."""
-    from unisono.planner.choice import choose
-    from unisono.planner.measured import Measured
+    from unisono.predict.planner.choice import choose
+    from unisono.predict.planner.measured import Measured
 
     plan = choose(Measured.from_dict(found["plan"]), ("exact", "rounded", "compressed"))
     measured: dict[str, float] = found["measured"]
@@ -224,10 +224,10 @@ def run_links(asked: argparse.Namespace) -> dict[str, Any]:
 
 def run_simulation(asked: argparse.Namespace) -> dict[str, Any]:
     """From a plan at some hosts on the middle link: steps at 2, 4 and 8, simulated and measured."""
-    from unisono.planner.measured import Measured
-    from unisono.runtime.machine import usable_cores
-    from unisono.simulation.plan_file import make_plan
-    from unisono.simulation.validation import compare_with_measured
+    from unisono.launchers.runtime.machine import usable_cores
+    from unisono.predict.planner.measured import Measured
+    from unisono.predict.simulation.plan_file import make_plan
+    from unisono.predict.simulation.validation import compare_with_measured
 
     mbit = sorted(asked.mbit)[len(asked.mbit) // 2]
     common = ["--worker", "transformer", "--rounds", str(asked.rounds), "--methods", *SIMULATED]
@@ -263,7 +263,7 @@ def main() -> None:
     if asked.worker:
         worker(asked.worker, asked.methods, asked.rounds, not asked.no_plan)
         return
-    from unisono.lab.hosts import find_obstacle
+    from unisono.launchers.lab.hosts import find_obstacle
 
     results: dict[str, Any] = {} if asked.skip_command else {"plan_s": time_command()}
     if reason := find_obstacle():

@@ -227,8 +227,8 @@ def bytes_for(spec: str, width: int, workers: int) -> int | None:
     """Bytes a rank sends in a world of `workers`, by the reducer's closed form; None where it has none."""
     import torch
 
-    from unisono.buckets import BUCKET_BYTES, Bucket, group_into_buckets
-    from unisono.spec import build
+    from unisono.methods.buckets import BUCKET_BYTES, Bucket, group_into_buckets
+    from unisono.methods.spec import build
 
     reducer = build(spec, kind="reducer")
     sends = reducer.sends
@@ -253,7 +253,7 @@ def break_even(spec: str, found: dict[str, Any], width: int, workers: int) -> st
 
 def why_not(spec: str) -> str:
     """Why a spec cannot be built; nothing where it can."""
-    from unisono.spec import build
+    from unisono.methods.spec import build
 
     try:
         build(spec, kind="reducer")

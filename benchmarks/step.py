@@ -188,9 +188,9 @@ def time_parts(side: str, repeats: int) -> dict[str, float]:
     import torch
 
     import unisono as un
-    from unisono.strategies._host_memory import HostMemory
-    from unisono.strategies.shared import gradients
-    from unisono.strategies.shared import step as steps
+    from unisono.methods.strategies._host_memory import HostMemory
+    from unisono.methods.strategies.shared import gradients
+    from unisono.methods.strategies.shared import step as steps
 
     world, taken = un.join(device="cpu"), defaultdict(float)
 

@@ -89,7 +89,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.steps < 150:
         parser.error("--steps: at least 150, so that the shares come to rest before the last third")
-    from unisono.runtime.machine import usable_cores
+    from unisono.launchers.runtime.machine import usable_cores
 
     results: dict[str, float] = {"rounds": asked.rounds, "steps": asked.steps, "cores": usable_cores()}
     results |= measure(2, asked.rounds, asked.steps)

@@ -139,7 +139,7 @@ def _together(run: Any, world: Any) -> Any:
 
 def emulate(hosts: int, mbit: float, megabytes: int, repeats: int) -> dict[str, Any]:
     """Shares of the bandwidth bound: broadcast x/B, reduce-scatter (N-1)/N x/B."""
-    from unisono.lab.hosts import find_obstacle
+    from unisono.launchers.lab.hosts import find_obstacle
 
     keys = [f"hosts_{op}_of_bound{side}" for op in ("broadcast", "reduce_scatter") for side in ("", "_gloo")]
     if reason := find_obstacle():

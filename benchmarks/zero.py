@@ -99,7 +99,7 @@ def peak(stage: int) -> tuple[int, int]:
     import torch
 
     import unisono as un
-    from unisono.runtime.machine import give_back_freed_memory
+    from unisono.launchers.runtime.machine import give_back_freed_memory
 
     world = un.join(device="cpu")
     warm = torch.nn.Linear(64, 64)  # libraries that come with the first use

@@ -20,9 +20,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 WANTED = (  # in the package: code, types, and what the pages are made of
-    *("__init__.py", "__main__.py", "py.typed", "cli/__init__.py", "demo.py", "doctor/__init__.py"),
-    *("pages/page.css", "pages/charts.js", "pages/live.html", "pages/live.css", "pages/live.js"),
-    *("pages/vendor/uPlot.LICENSE", "strategies/allreduce.py", "reducers/powersgd.py"),
+    *("__init__.py", "__main__.py", "py.typed", "cli/__init__.py", "demo.py", "observe/doctor/__init__.py"),
+    *(
+        "observe/pages/page.css",
+        "observe/pages/charts.js",
+        "observe/pages/live.html",
+        "observe/pages/live.css",
+        "observe/pages/live.js",
+    ),
+    *("observe/pages/vendor/uPlot.LICENSE", "methods/strategies/allreduce.py", "methods/reducers/powersgd.py"),
 )
 CONFORMANCE = ("conftest.py", "method_cases.py", "test_reducers.py", "test_strategies.py")  # in the wheel alone
 UNWANTED = re.compile(

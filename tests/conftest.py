@@ -292,6 +292,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @cache
 def why_no_network() -> str:
     """Empty where network namespaces can be made; otherwise the reason to skip."""
-    from unisono.lab.hosts import find_obstacle
+    from unisono.launchers.lab.hosts import find_obstacle
 
     return find_obstacle()

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 import unisono as un
-from unisono.checkpoint import CheckpointError, safetensors
 from unisono.packing import from_bytes, to_bytes
+from unisono.training.checkpoint import CheckpointError, safetensors
 
 NUMBERS = [
     -1, 0, 1, 2, 3, 64, 65, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**300,

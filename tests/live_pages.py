@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unisono.live.beside import Opened, open_address
-from unisono.live.live_run import LiveRun
-from unisono.live.server import PageServer
+from unisono.observe.live.beside import Opened, open_address
+from unisono.observe.live.live_run import LiveRun
+from unisono.observe.live.server import PageServer
 
 
 def no_stacks(folder: Path) -> Mapping[int, str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from unisono.buckets import Bucket
-from unisono.exchange.reduction import unsent_lines
-from unisono.facts import Example, Facts, Sizes
-from unisono.kernels.select import restore
-from unisono.reducer import Reduced, Reducer, State
-from unisono.spec import names, read_facts
-from unisono.spec.methods import Kind
+from unisono.methods.buckets import Bucket
+from unisono.methods.exchange.reduction import unsent_lines
+from unisono.methods.facts import Example, Facts, Sizes
+from unisono.methods.kernels.select import restore
+from unisono.methods.reducer import Reduced, Reducer, State
+from unisono.methods.spec import names, read_facts
+from unisono.methods.spec.methods import Kind
 from unisono.world import World
 
 

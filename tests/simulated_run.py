@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.runtime.run_folder import RunFolder, name_rank_file
+from unisono.launchers.runtime.run_folder import RunFolder, name_rank_file
 
 __all__ = ["SimulatedRun"]
 

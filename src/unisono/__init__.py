@@ -9,46 +9,46 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
-    from unisono import backend as backend
-    from unisono import boost as boost
-    from unisono import estimators as estimators
-    from unisono import horovod as horovod
-    from unisono import huggingface as huggingface
-    from unisono import keras as keras
-    from unisono import lightning as lightning
-    from unisono import on as on
-    from unisono import skorch as skorch
-    from unisono.batch_norm import sync_batch_norm as sync_batch_norm
-    from unisono.checkpoint import CheckpointError as CheckpointError
-    from unisono.checkpoint import Loaded as Loaded
-    from unisono.checkpoint import load as load
-    from unisono.checkpoint import save as save
-    from unisono.checkpoint.plain import read_checkpoint as read_checkpoint
-    from unisono.comm_hook import ddp_hook as ddp_hook
-    from unisono.data import Shard as Shard
-    from unisono.data import shard as shard
-    from unisono.footprint import memory as memory
-    from unisono.hybrid import Mesh as Mesh
-    from unisono.hybrid import mesh as mesh
-    from unisono.hybrid import split_stages as split_stages
-    from unisono.hybrid import tensor_plan as tensor_plan
     from unisono.launchers import EngineError as EngineError
     from unisono.launchers import WorkerError as WorkerError
     from unisono.launchers import launch as launch
-    from unisono.map_reduce import mapreduce as mapreduce
-    from unisono.progress import EarlyStopping as EarlyStopping
-    from unisono.runs.metrics import log as log
-    from unisono.runtime.debugger import breakpoint as breakpoint  # noqa: A004
-    from unisono.strategy import Replica as Replica
-    from unisono.strategy import Strategy as Strategy
-    from unisono.strategy import follow as follow
-    from unisono.strategy import parallel as parallel
-    from unisono.trainer import Callback as Callback
-    from unisono.trainer import Trainer as Trainer
+    from unisono.launchers import on as on
+    from unisono.launchers.runtime.debugger import breakpoint as breakpoint  # noqa: A004
+    from unisono.methods.hybrid import Mesh as Mesh
+    from unisono.methods.hybrid import mesh as mesh
+    from unisono.methods.hybrid import split_stages as split_stages
+    from unisono.methods.hybrid import tensor_plan as tensor_plan
+    from unisono.methods.strategy import Replica as Replica
+    from unisono.methods.strategy import Strategy as Strategy
+    from unisono.methods.strategy import follow as follow
+    from unisono.methods.strategy import parallel as parallel
+    from unisono.observe.runs.metrics import log as log
+    from unisono.plugs import horovod as horovod
+    from unisono.plugs import huggingface as huggingface
+    from unisono.plugs import keras as keras
+    from unisono.plugs import lightning as lightning
+    from unisono.plugs import skorch as skorch
+    from unisono.plugs.comm_hook import ddp_hook as ddp_hook
+    from unisono.predict.footprint import memory as memory
+    from unisono.tables import boost as boost
+    from unisono.tables import estimators as estimators
+    from unisono.tables.map_reduce import mapreduce as mapreduce
+    from unisono.training.batch_norm import sync_batch_norm as sync_batch_norm
+    from unisono.training.checkpoint import CheckpointError as CheckpointError
+    from unisono.training.checkpoint import Loaded as Loaded
+    from unisono.training.checkpoint import load as load
+    from unisono.training.checkpoint import save as save
+    from unisono.training.checkpoint.plain import read_checkpoint as read_checkpoint
+    from unisono.training.data import Shard as Shard
+    from unisono.training.data import shard as shard
+    from unisono.training.progress import EarlyStopping as EarlyStopping
+    from unisono.training.trainer import Callback as Callback
+    from unisono.training.trainer import Trainer as Trainer
     from unisono.world import Handle as Handle
     from unisono.world import Mismatch as Mismatch
     from unisono.world import PeerLost as PeerLost
     from unisono.world import World as World
+    from unisono.world import backend as backend
     from unisono.world import join as join
     from unisono.world import preempted as preempted
     from unisono.world.virtual import run_threads as run_threads
@@ -56,24 +56,24 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
 
 __version__ = "1.0.0"  # the one place that has it
 
-_EXPORTS = {
-    # Modules; some need extras: `un.boost.XGBoost`.
-    "unisono": "backend boost estimators horovod huggingface keras lightning on skorch",
-    "unisono.batch_norm": "sync_batch_norm",
-    "unisono.checkpoint": "CheckpointError Loaded load save",
-    "unisono.checkpoint.plain": "read_checkpoint",
-    "unisono.data": "Shard shard",
-    "unisono.comm_hook": "ddp_hook",
-    "unisono.footprint": "memory",
-    "unisono.hybrid": "Mesh mesh split_stages tensor_plan",
-    "unisono.launchers": "EngineError WorkerError launch",
-    "unisono.map_reduce": "mapreduce",
-    "unisono.progress": "EarlyStopping",
-    "unisono.runtime.debugger": "breakpoint",
-    "unisono.runs.metrics": "log",
-    "unisono.strategy": "Replica Strategy follow parallel",
-    "unisono.trainer": "Callback Trainer",
-    "unisono.world": "Handle Mismatch PeerLost World join preempted",
+_EXPORTS = {  # names, and modules of which some need extras: `un.boost.XGBoost`
+    "unisono.tables": "boost estimators",
+    "unisono.plugs": "horovod huggingface keras lightning skorch",
+    "unisono.training.batch_norm": "sync_batch_norm",
+    "unisono.training.checkpoint": "CheckpointError Loaded load save",
+    "unisono.training.checkpoint.plain": "read_checkpoint",
+    "unisono.training.data": "Shard shard",
+    "unisono.plugs.comm_hook": "ddp_hook",
+    "unisono.predict.footprint": "memory",
+    "unisono.methods.hybrid": "Mesh mesh split_stages tensor_plan",
+    "unisono.launchers": "EngineError WorkerError launch on",
+    "unisono.tables.map_reduce": "mapreduce",
+    "unisono.training.progress": "EarlyStopping",
+    "unisono.launchers.runtime.debugger": "breakpoint",
+    "unisono.observe.runs.metrics": "log",
+    "unisono.methods.strategy": "Replica Strategy follow parallel",
+    "unisono.training.trainer": "Callback Trainer",
+    "unisono.world": "Handle Mismatch PeerLost World join preempted backend",
     "unisono.world.virtual": "run_threads simulate",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
@@ -88,9 +88,11 @@ def __getattr__(name: str) -> Any:
 
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    if _MODULE_OF[name] == __name__:
-        return importlib.import_module(f"{__name__}.{name}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    home = importlib.import_module(_MODULE_OF[name])
+    try:
+        value = getattr(home, name)
+    except AttributeError:  # a module
+        value = importlib.import_module(f"{home.__name__}.{name}")
     globals()[name] = value
     return value
 
@@ -99,9 +101,19 @@ def __dir__() -> list[str]:
     return __all__
 
 
+def _serve_old_paths() -> None:
+    """`import unisono.reducer` and others, documented before there were rooms."""
+    from unisono.old_paths import serve_old_paths
+
+    serve_old_paths()
+
+
+_serve_old_paths()
+
+
 def _register_backend() -> None:
     """`unisono` among torch's backends, once torch is there: without importing it."""
-    from unisono.backend.registration import register
+    from unisono.world.backend.registration import register
 
     register()
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from method_cases import Case, find_cases
-from unisono.spec import extend
-from unisono.spec.methods import Kind
+from unisono.methods.spec import extend
+from unisono.methods.spec.methods import Kind
 
 OWN = [folder for folder in os.environ.get("UNISONO_METHODS", "").split(os.pathsep) if folder]
 

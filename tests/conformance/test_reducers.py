@@ -12,10 +12,10 @@ from torch import Tensor
 
 from method_cases import Case, count_bytes, reduce_window
 from unisono import packing
-from unisono.buckets import Bucket
-from unisono.facts import Sizes
-from unisono.reducer import Reduced, Reducer, State
-from unisono.spec import build, describe
+from unisono.methods.buckets import Bucket
+from unisono.methods.facts import Sizes
+from unisono.methods.reducer import Reduced, Reducer, State
+from unisono.methods.spec import build, describe
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import unisono as un
 from method_cases import Case
 from unisono import packing
-from unisono.spec import build, describe
+from unisono.methods.spec import build, describe
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unisono.spec import names
+from unisono.methods.spec import names
 
 STRATEGIES = {
     "allreduce": "allreduce",

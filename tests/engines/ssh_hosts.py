@@ -13,8 +13,8 @@ from types import TracebackType
 import pytest
 from engine_commands import SOURCES
 
-from unisono.lab.hosts import EmulatedHosts
-from unisono.lab.hosts import find_obstacle as why_no_hosts
+from unisono.launchers.lab.hosts import EmulatedHosts
+from unisono.launchers.lab.hosts import find_obstacle as why_no_hosts
 from unisono.launchers.warm import stop_warm
 
 CONFIG = """\

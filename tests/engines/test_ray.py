@@ -22,7 +22,7 @@ from engine_functions import (
 )
 
 import unisono as un
-from unisono.map_reduce import mapreduce
+from unisono.tables.map_reduce import mapreduce
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'unisono[ray]'")
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]  # Ray's own warnings are not ours

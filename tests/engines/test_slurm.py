@@ -102,7 +102,7 @@ PREEMPTED = """
 import time
 from pathlib import Path
 import torch, unisono as un
-from unisono.runtime import sigterm
+from unisono.launchers.runtime import sigterm
 class Pause(un.Callback):
     def on_step_end(self, trainer, logs):
         if logs["step"] == 5:

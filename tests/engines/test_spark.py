@@ -28,7 +28,7 @@ from engine_functions import (
 )
 
 import unisono as un
-from unisono.map_reduce import mapreduce
+from unisono.tables.map_reduce import mapreduce
 
 pyspark = pytest.importorskip("pyspark", reason="PySpark is not installed: pip install 'unisono[spark]'")
 if shutil.which("java") is None:

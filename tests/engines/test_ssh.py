@@ -51,7 +51,7 @@ def test_the_doctor_visits_both_hosts_and_measures_the_link(command: Command, ho
     script = """
         import json, sys
         from dataclasses import asdict
-        from unisono.doctor.network import Hosts, check_hosts
+        from unisono.observe.doctor.network import Hosts, check_hosts
         print(json.dumps([asdict(one) for one in check_hosts(Hosts(*json.loads(sys.argv[1])))]))
     """
     asked = json.dumps([names, hosts.options()])

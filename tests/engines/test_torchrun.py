@@ -11,7 +11,7 @@ from engine_cases import EVERYTHING, KILLED, right_loss, specs
 from engine_commands import Command, only, unisono_run
 from stranger import visit
 
-from unisono.lab.hosts import EmulatedHosts, find_obstacle
+from unisono.launchers.lab.hosts import EmulatedHosts, find_obstacle
 
 pytestmark = pytest.mark.timeout(300)
 

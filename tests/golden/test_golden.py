@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.spec import names, read_facts
-from unisono.spec.methods import Kind
+from unisono.methods.spec import names, read_facts
+from unisono.methods.spec.methods import Kind
 from unisono.world import World
 
 FOLDER = Path(__file__).parent

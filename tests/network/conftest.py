@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from preloaded import Program
-from unisono.lab.hosts import EmulatedHosts
-from unisono.runtime.link_text import Link
+from unisono.launchers.lab.hosts import EmulatedHosts
+from unisono.launchers.runtime.link_text import Link
 
 SOURCES = Path(__file__).parents[2] / "src"
 

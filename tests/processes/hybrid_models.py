@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from unisono.reducers.powersgd import _draw_first_q
+from unisono.methods.reducers.powersgd import _draw_first_q
 
 RANKS, STEPS, WORDS, LENGTH, WIDTH = 2, 3, 12, 5, 8
 RATE, CLIP = 0.02, 0.2

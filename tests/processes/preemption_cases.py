@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono.runtime import sigterm
+from unisono.launchers.runtime import sigterm
 
 STEPS, EPOCH = 150, 30  # the loop leaves at the latest two intervals of 64 calls after step 5
 

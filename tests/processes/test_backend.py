@@ -262,7 +262,7 @@ def test_the_entry_point_makes_it_known_without_an_import_of_ours(tmp_path: Path
     code = """
 import sys
 import torch
-assert "unisono.backend.group" not in sys.modules and "unisono.world" not in sys.modules
+assert "unisono.world.backend.group" not in sys.modules and "unisono.world.world" not in sys.modules
 import torch.distributed as dist
 assert "unisono" in dist.Backend.backend_list, dist.Backend.backend_list
 """

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from method_cases import reduce_window
-from unisono.buckets import Bucket
-from unisono.kernels import bits as truth
-from unisono.kernels import quantise
-from unisono.kernels.noise import bits, noise
-from unisono.kernels.quantise import Levels
-from unisono.spec import build
+from unisono.methods.buckets import Bucket
+from unisono.methods.kernels import bits as truth
+from unisono.methods.kernels import quantise
+from unisono.methods.kernels.noise import bits, noise
+from unisono.methods.kernels.quantise import Levels
+from unisono.methods.spec import build
 from unisono.world import World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from method_cases import reduce_window
-from unisono.buckets import Bucket
-from unisono.kernels.select import Plan, Segment, restore, select_top
-from unisono.reducer import Reducer
-from unisono.reducers.randomk import randomk
-from unisono.reducers.topk import topk
+from unisono.methods.buckets import Bucket
+from unisono.methods.kernels.select import Plan, Segment, restore, select_top
+from unisono.methods.reducer import Reducer
+from unisono.methods.reducers.randomk import randomk
+from unisono.methods.reducers.topk import topk
 from unisono.world import World
 
 pytestmark = [

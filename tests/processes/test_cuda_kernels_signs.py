@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from method_cases import reduce_window
-from unisono.buckets import Bucket
-from unisono.reducers.onebit import onebit
-from unisono.reducers.signsgd import signsgd
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducers.onebit import onebit
+from unisono.methods.reducers.signsgd import signsgd
 from unisono.world import World
 
 pytestmark = [
@@ -83,7 +83,7 @@ def test_votes_are_those_of_the_cpu(dtype: torch.dtype) -> None:
 
 
 def test_messages_of_several_ranks_are_added_in_their_order() -> None:
-    from unisono.reducers._signs import SignsOnCuda, messages_of
+    from unisono.methods.reducers._signs import SignsOnCuda, messages_of
 
     bucket, on_cpu = bucket_of(torch.float32, "cuda"), bucket_of(torch.float32, "cpu")
     fast = SignsOnCuda(bucket, messages_of(bucket))

@@ -21,8 +21,8 @@ from engine_agents import Agents
 from unisono.launchers.engines.engine import Engine, Work
 from unisono.launchers.job import Job
 from unisono.launchers.remote import open_remote_run
-from unisono.runs.reading import RunReader
-from unisono.runtime.run_folder import RunFolder
+from unisono.launchers.runtime.run_folder import RunFolder
+from unisono.observe.runs.reading import RunReader
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unisono.estimators import LeastSquares, LogisticRegression
-from unisono.map_reduce import mapreduce
+from unisono.tables.map_reduce import mapreduce
 
 
 def table(rows=60_000, columns=8):

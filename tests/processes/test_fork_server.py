@@ -69,7 +69,7 @@ def facts() -> dict[str, Any]:
 
     import torch
 
-    from unisono.runtime import status  # which has the status page open
+    from unisono.launchers.runtime import status  # which has the status page open
 
     status.note(doing="looking")
     return {

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import unisono as un
 from unisono.launchers.control import Gone
+from unisono.launchers.runtime import stack_dump
 from unisono.launchers.stacks import ask_for_report, ask_for_stacks
 from unisono.launchers.worker import program
-from unisono.runtime import stack_dump
 
 pytestmark = pytest.mark.timeout(120)
 DEADLINE_S = 2.0

@@ -18,8 +18,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import unisono as un
-from unisono.reports.summary import summarise
-from unisono.runs.reading import RunReader
+from unisono.observe.reports.summary import summarise
+from unisono.observe.runs.reading import RunReader
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hybrid.py"
 SPECS = {

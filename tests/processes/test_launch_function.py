@@ -60,7 +60,7 @@ def test_output_goes_to_this_programs_streams_with_the_rank_in_front(capsys):
 
 def test_a_failing_worker_raises_one_report_and_stops_the_others(tmp_path, still_running):
     def work() -> None:
-        from unisono.runtime import status
+        from unisono.launchers.runtime import status
 
         (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
         while not (tmp_path / "0").exists():
@@ -108,7 +108,7 @@ def test_a_result_that_cannot_travel_is_named():
 
 def test_timeout_says_what_the_workers_did(still_running, tmp_path):
     def work() -> None:
-        from unisono.runtime import status
+        from unisono.launchers.runtime import status
 
         status.note(step=3, doing="waiting for the data")
         (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))

@@ -218,7 +218,7 @@ def test_exception_in_one_rank_gives_one_report_and_stops_the_others(run_script,
     launched = run_script(
         PRELUDE
         + """
-from unisono.runtime import status
+from unisono.launchers.runtime import status
 def train():
     status.note(step=1234, doing="all_reduce grads/3")
     raise ValueError(" ".join(["the", "batch", "is", "bad"]))

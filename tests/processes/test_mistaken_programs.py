@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.runtime.frames import VARIABLE
+from unisono.launchers.runtime.frames import VARIABLE
 
 PRELUDE = """
 import os, torch, unisono as un

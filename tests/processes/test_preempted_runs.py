@@ -68,7 +68,7 @@ IGNORES = """
 import os, time
 from pathlib import Path
 import unisono as un
-from unisono.runtime import sigterm
+from unisono.launchers.runtime import sigterm
 world = un.join(device="cpu")
 un.preempted()
 Path(f"ready-{world.rank}").write_text(f"{os.getpid()}\\n")

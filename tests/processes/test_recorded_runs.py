@@ -16,7 +16,7 @@ from torch import nn
 
 import unisono as un
 from unisono.cli import main
-from unisono.runs.reading import RunReader
+from unisono.observe.runs.reading import RunReader
 
 STEPS = 12
 SCRIPT = """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.rehearsal import small
-from unisono.rehearsal.small import SmallRequest, SmallVerdict, compare_worlds
+from unisono.predict.rehearsal import small
+from unisono.predict.rehearsal.small import SmallRequest, SmallVerdict, compare_worlds
 
 SCRIPT = """
     import torch, unisono as un

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.spec import names
+from unisono.methods.spec import names
 
 SPECS = {
     "allreduce": "allreduce",

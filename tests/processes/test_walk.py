@@ -54,17 +54,17 @@ PROGRAM = """
         print(json.dumps(walks))
 """
 NOTES = {  # they move nothing
-    "runtime/stops.py": {"_count_paused", "paused_s"},
+    "launchers/runtime/stops.py": {"_count_paused", "paused_s"},
     "world/ledger.py": {"close_record", "close_span"},
-    "runtime/status.py": {"note", "beat"},
-    "runtime/frames.py": {"find_site"},
-    "runtime/watchdog.py": {"__init__", "enter", "leave", "look", "_watch"},
+    "launchers/runtime/status.py": {"note", "beat"},
+    "launchers/runtime/frames.py": {"find_site"},
+    "launchers/runtime/watchdog.py": {"__init__", "enter", "leave", "look", "_watch"},
     "world/call_signatures.py": {"<genexpr>", "__init__", "agree", "check_places", "follow", "shapes_of"},
-    "strategies/zero/on_use.py": {"__torch_function__", "hide", "show"},
-    "strategies/zero/values.py": {"gather_late", "refuse_written"},  # at stage 3 there is nothing to do
-    "strategy/program_writes.py": {"__init__", "code"},  # the program wrote nothing
+    "methods/strategies/zero/on_use.py": {"__torch_function__", "hide", "show"},
+    "methods/strategies/zero/values.py": {"gather_late", "refuse_written"},  # at stage 3 there is nothing to do
+    "methods/strategy/program_writes.py": {"__init__", "code"},  # the program wrote nothing
     "world/batch_weights.py": {"weight"},
-    "strategy/mistakes.py": {"_notice_step", "<listcomp>", "watching", "is_looking"},
+    "methods/strategy/mistakes.py": {"_notice_step", "<listcomp>", "watching", "is_looking"},
 }
 LIMITS = {
     "allreduce": 11,

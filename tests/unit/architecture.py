@@ -9,10 +9,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+ROOMS = {"methods", "training", "observe", "predict", "tables", "plugs"}  # folders of parts
+APART = {
+    "world.backend",
+    "launchers.lab",
+    "launchers.on",
+    "launchers.runtime",
+}  # parts in folders that are parts themselves
+
 
 def part_of(name: str) -> str:
-    """`unisono.world.transports.threads` belongs to the part `world`, `unisono` to itself."""
-    return name.split(".")[1] if "." in name else name
+    """The part that a module belongs to: a folder or file of a room, or of the package.
+
+    `unisono.methods.spec.grammar` belongs to `methods.spec`, `unisono.world.transports.threads` to `world`, and
+    `unisono` to itself.
+    """
+    words = name.split(".")[1:3] or [name]
+    return ".".join(words) if words[0] in ROOMS or ".".join(words) in APART else words[0]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import unisono as un
-from unisono.checkpoint.slices import Piece, Stored
+from unisono.training.checkpoint.slices import Piece, Stored
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from method_cases import reduce_window
 from unisono import World, packing, run_threads
-from unisono.buckets import Bucket
-from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.reducers.accordion import accordion, is_critical
-from unisono.reducers.bf16 import bf16
-from unisono.reducers.dense import dense
-from unisono.reducers.error_feedback import error_feedback
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducer import Reduced, Reducer, Stages, State, staged
+from unisono.methods.reducers.accordion import accordion, is_critical
+from unisono.methods.reducers.bf16 import bf16
+from unisono.methods.reducers.dense import dense
+from unisono.methods.reducers.error_feedback import error_feedback
 
 SHAPES = {"a": (4, 3), "b": (), "c": (2, 0), "d": (5,)}
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.strategies.async_average import AsyncAverageReplica
+from unisono.methods.strategies.async_average import AsyncAverageReplica
 from unisono.world import World
 from unisono.world.transports import PeerLost
 from unisono.world.virtual import run_threads

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.spec import build, describe
-from unisono.strategies.auto import auto, measuring
-from unisono.strategies.auto.replica import AutoReplica
+from unisono.methods.spec import build, describe
+from unisono.methods.strategies.auto import auto, measuring
+from unisono.methods.strategies.auto.replica import AutoReplica
 from unisono.world import World, probe, straggler_watch
 from unisono.world.transports.threads import ThreadTransport
 from unisono.world.virtual import run_threads

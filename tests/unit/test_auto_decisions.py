@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from unisono.strategies.auto.decisions import (
+from unisono.methods.strategies.auto.decisions import (
     FREE_TRIALS,
     IN_A_ROW,
     TRIAL_SHARE,

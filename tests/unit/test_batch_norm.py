@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.batch_norm import SyncBatchNorm
+from unisono.training.batch_norm import SyncBatchNorm
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

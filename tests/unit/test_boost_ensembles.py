@@ -9,8 +9,8 @@ xgboost = pytest.importorskip("xgboost", reason="pip install 'unisono[boost]'")
 lightgbm = pytest.importorskip("lightgbm", reason="pip install 'unisono[boost]'")
 
 from unisono.boost import Bagged, Forest  # noqa: E402
-from unisono.boost.ensembles import FOREST  # noqa: E402
-from unisono.boost.library import find_library  # noqa: E402
+from unisono.tables.boost.ensembles import FOREST  # noqa: E402
+from unisono.tables.boost.library import find_library  # noqa: E402
 from unisono.world.virtual import run_threads  # noqa: E402
 
 LIBRARIES = pytest.mark.parametrize("library", ["xgboost", "lightgbm"])

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from unisono.boost import supervision
-from unisono.boost.supervision import BoostingFailed, run_supervised
+from unisono.tables.boost.supervision import BoostingFailed, run_supervised
 from unisono.world import World
 from unisono.world.transports import PeerLost
 from unisono.world.virtual import run_threads

@@ -13,7 +13,7 @@ import torch
 from test_world import run_hosts, run_messages, run_shared
 
 from unisono import Mismatch, PeerLost, World, run_threads
-from unisono.runtime.frames import find_site
+from unisono.launchers.runtime.frames import find_site
 from unisono.world.transports import CallDescription
 from unisono.world.transports.meeting_page import _DESCRIPTION, _DESCRIPTION_TOP, PAGE_NAME, MeetingPage
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from unisono import World, run_threads
-from unisono.buckets import Bucket
-from unisono.reducer import Reducer
-from unisono.reducers import _cast as cast
-from unisono.reducers.bf16 import bf16
-from unisono.reducers.fp16 import fp16
-from unisono.spec import build
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducer import Reducer
+from unisono.methods.reducers import _cast as cast
+from unisono.methods.reducers.bf16 import bf16
+from unisono.methods.reducers.fp16 import fp16
+from unisono.methods.spec import build
 
 CASTS = {"bf16": (bf16, torch.bfloat16), "fp16": (fp16, torch.float16)}
 both = pytest.mark.parametrize("name", CASTS)

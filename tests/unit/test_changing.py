@@ -11,12 +11,12 @@ from test_switching import started, train, values
 from torch import Tensor
 
 import unisono as un
-from unisono.exchange.windows import StepHooks
-from unisono.runs.lines import FileLines
-from unisono.runs.recorder import Facts, Recorder
-from unisono.spec import SpecError, build, describe
-from unisono.strategy import Replica
-from unisono.strategy.changing import ChangingReplica
+from unisono.methods.exchange.windows import StepHooks
+from unisono.methods.spec import SpecError, build, describe
+from unisono.methods.strategy import Replica
+from unisono.methods.strategy.changing import ChangingReplica
+from unisono.observe.runs.lines import FileLines
+from unisono.observe.runs.recorder import Facts, Recorder
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

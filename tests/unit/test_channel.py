@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.runtime.channel import PIECE_BYTES, Channel, Frame, NotProven, Unreachable, connect
+from unisono.launchers.runtime.channel import PIECE_BYTES, Channel, Frame, NotProven, Unreachable, connect
 
 TOKEN = bytes(range(32))
 

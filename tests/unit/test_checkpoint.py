@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 import unisono as un
 from preloaded import Program
 from unisono import rng
-from unisono.checkpoint import CheckpointError, safetensors
-from unisono.checkpoint.folder import read_folder
-from unisono.checkpoint.plain import export_model
+from unisono.training.checkpoint import CheckpointError, safetensors
+from unisono.training.checkpoint.folder import read_folder
+from unisono.training.checkpoint.plain import export_model
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -504,7 +504,7 @@ def test_a_disk_that_fills_up_on_one_rank_raises_on_every_rank(tmp_path, monkeyp
 def test_a_real_limit_on_file_size_leaves_the_former_checkpoint(tmp_path):
     script = """
 import resource, sys, torch, unisono as un
-from unisono.checkpoint import CheckpointError
+from unisono.training.checkpoint import CheckpointError
 def make(width):
     model = torch.nn.Linear(width, width)
     return un.parallel(model, torch.optim.SGD(model.parameters(), lr=1), world=un.World())
@@ -612,7 +612,7 @@ def test_no_checkpoint_is_said_on_every_rank(tmp_path):
 
 
 def test_a_path_that_not_all_ranks_see_is_said_with_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setattr("unisono.checkpoint.checkpoint._VISIBLE_WITHIN_S", 0.1)
+    monkeypatch.setattr("unisono.training.checkpoint.checkpoint._VISIBLE_WITHIN_S", 0.1)
 
     def saving(world):
         un.save(tmp_path / str(world.rank), make(world))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from unisono.checks import (
+from unisono.methods.checks import (
     AtLeast,
     Note,
     Range,

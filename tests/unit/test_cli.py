@@ -190,4 +190,4 @@ def test_a_command_is_imported_when_it_is_called(words: list[str], imported: set
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     found = set(done.stderr.split())
     assert {name for name in COMMANDS if f"unisono.cli.{name}" in found} == imported
-    assert not found & {"torch", "numpy", "unisono.lab.engine", "unisono.launchers.engines.ray"}
+    assert not found & {"torch", "numpy", "unisono.launchers.lab.engine", "unisono.launchers.engines.ray"}

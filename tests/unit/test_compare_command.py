@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from unisono.cli import main
-from unisono.compare.results import ONE_WORKER, compare
-from unisono.compare.runs import NothingToCompare, Progress, Request, Runs, _find_reason, list_runs
-from unisono.spec.grammar import split_specs
+from unisono.methods.spec.grammar import split_specs
+from unisono.predict.compare.results import ONE_WORKER, compare
+from unisono.predict.compare.runs import NothingToCompare, Progress, Request, Runs, _find_reason, list_runs
 
 
 @pytest.fixture

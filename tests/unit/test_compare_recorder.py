@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono.compare import recorder
-from unisono.runtime.variables import name_observer
+from unisono.launchers.runtime.variables import name_observer
+from unisono.predict.compare import recorder
 from unisono.world.virtual import run_threads
 
 
 def observe(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None = None) -> None:
-    for name, value in name_observer("unisono.compare.recorder", folder=str(folder), steps=steps).items():
+    for name, value in name_observer("unisono.predict.compare.recorder", folder=str(folder), steps=steps).items():
         monkeypatch.setenv(name, value)
 
 

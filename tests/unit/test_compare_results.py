@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from unisono.compare.results import ONE_WORKER, Comparison, Trial, compare, find_target, loss_at
-from unisono.compare.steps import STEP_FIELDS, Curve, RankSteps, merge_ranks, smooth
-from unisono.compare.table import format_table
+from unisono.predict.compare.results import ONE_WORKER, Comparison, Trial, compare, find_target, loss_at
+from unisono.predict.compare.steps import STEP_FIELDS, Curve, RankSteps, merge_ranks, smooth
+from unisono.predict.compare.table import format_table
 
 
 def curve(

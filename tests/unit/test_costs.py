@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from unisono.costs import Anatomy, Job, Link, Network, Operation, fit, predict, replay
+from unisono.predict.costs import Anatomy, Job, Link, Network, Operation, fit, predict, replay
 
 
 def flat(bytes_per_s: float = 100.0, *, ranks: int = 2) -> Network:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import unisono as un
 from pairs import cover_pairs
-from unisono.batch_norm import sync_batch_norm
-from unisono.checkpoint.plain import export_model
-from unisono.spec import build
-from unisono.strategies.crossbow.tuning import LearnersTuner, PeriodTuner, Tuning
+from unisono.methods.spec import build
+from unisono.methods.strategies.crossbow.tuning import LearnersTuner, PeriodTuner, Tuning
+from unisono.training.batch_norm import sync_batch_norm
+from unisono.training.checkpoint.plain import export_model
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

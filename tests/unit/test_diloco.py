@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import unisono as un
 from unisono import packing
 from unisono.background import Handle
-from unisono.buckets import split_evenly
+from unisono.methods.buckets import split_evenly
 from unisono.world import PeerLost, World
 from unisono.world.transports.threads import ThreadTransport
 from unisono.world.virtual import run_threads

@@ -21,8 +21,17 @@ import torch
 from torch import Tensor
 
 from preloaded import Program
-from unisono.offload import disk as disk_module
-from unisono.offload.disk import ALIGNMENT, Disk, DiskError, Region, align, free_bytes, make_buffer, measure_bandwidth
+from unisono.methods.offload import disk as disk_module
+from unisono.methods.offload.disk import (
+    ALIGNMENT,
+    Disk,
+    DiskError,
+    Region,
+    align,
+    free_bytes,
+    make_buffer,
+    measure_bandwidth,
+)
 
 REQUEST = 1 << 16
 SIZES = [1, 511, 4095, 4096, 4097, REQUEST - 1, REQUEST, REQUEST + 1, 3 * REQUEST, 5 * REQUEST + 12345]
@@ -438,7 +447,7 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path, monkeypatc
 def test_a_killed_process_leaves_nothing_in_the_folder(tmp_path: Path) -> None:
     program = """
 import sys
-from unisono.offload.disk import Disk
+from unisono.methods.offload.disk import Disk
 disk = Disk(sys.argv[1], 4 << 20)
 region, line = disk.place(4 << 20), disk.make_buffer(4 << 20)
 disk.write(region, line).wait()

@@ -28,7 +28,7 @@ import doc_pages
 import unisono as un
 from doc_pages import PAGES, ROOT, Block, blocks
 from unisono.cli.command_line import make_parser
-from unisono.spec import extend
+from unisono.methods.spec import extend
 from unisono.world import World
 
 NOT_RUN = 7  # blocks at most: those that need an engine
@@ -128,7 +128,7 @@ def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda world: bound["fn"](*bound.get("args", ()), **(bound.get("kwargs") or {})), bound["workers"]
         )
 
-    importlib.import_module("unisono.map_reduce")
+    importlib.import_module("unisono.tables.map_reduce")
     ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "unisono"]
     for module in ours:
         if module is un or vars(module).get("launch") is real:
@@ -233,6 +233,6 @@ def commands() -> Iterator[tuple[Block, str]]:
 
 @pytest.mark.parametrize("command", dict.fromkeys(command for _, command in commands()))
 def test_commands_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.spec.catalog.use_methods", lambda folders: None)  # they are not here
+    monkeypatch.setattr("unisono.methods.spec.catalog.use_methods", lambda folders: None)  # they are not here
     words = shlex.split(command)
     assert make_parser().read(words).command == words[0]  # it ends with an error where it does not parse

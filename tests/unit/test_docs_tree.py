@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from architecture import ROOMS, Package, part_of
 
 from doc_pages import PAGES, ROOT, blocks
 
@@ -43,8 +44,8 @@ def test_the_tree_on_the_page_is_the_tree() -> None:
 
 def test_the_layers_on_the_page_name_every_package_and_module_once() -> None:
     names = [name for line in layers() for name in line]
-    top = {name.rstrip("/").removesuffix(".py") for name in existing() if name.count("/") == name.endswith("/")}
-    assert sorted(names) == sorted(top - {"__init__", "__main__"})
+    parts = {part_of(name) for name in Package(SRC).modules}
+    assert sorted(names) == sorted(parts - ROOMS - {"unisono", "__main__"})
 
 
 def test_the_layers_on_the_page_are_those_of_the_architecture_test() -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from unisono.cli import doctor as command
 from unisono.cli.command_line import main
-from unisono.doctor import Finding, examine, host, installed, network, transports, worst_of
 from unisono.launchers import WorkerError
-from unisono.runtime.huge_pages import HugePages
+from unisono.launchers.runtime.huge_pages import HugePages
+from unisono.observe.doctor import Finding, examine, host, installed, network, transports, worst_of
 
 
 def one(found: list[Finding], name: str = "") -> Finding:
@@ -332,7 +332,7 @@ def test_the_exit_status_says_whether_something_is_bad(
 ) -> None:
     for state, status in (("ok", 0), ("warn", 0), ("bad", 1)):
         found = [Finding("here", "thing", state, "said", "do this")]  # type: ignore[arg-type]
-        monkeypatch.setattr("unisono.doctor.examine", lambda hosts, found=found: found)
+        monkeypatch.setattr("unisono.observe.doctor.examine", lambda hosts, found=found: found)
         assert main(["doctor"]) == status
         assert f"  {state:<4}  thing: said\n" in capsys.readouterr().out
         assert main(["doctor", "--json"]) == status

@@ -23,7 +23,7 @@ def drawings() -> list[Path]:
 
 
 def test_every_method_has_a_page() -> None:
-    found = [path for kind in ("reducers", "strategies") for path in (ROOT / "src/unisono" / kind).iterdir()]
+    found = [path for kind in ("reducers", "strategies") for path in (ROOT / "src/unisono/methods" / kind).iterdir()]
     methods = {path.stem for path in found if not path.name.startswith("_")}
     pages = {page.stem for page in FOLDER.glob("*.md")} - OVERVIEWS
     assert {SHOWN_ON.get(method, method) for method in methods} == pages

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from method_cases import reduce_window
 from unisono import World, run_threads
-from unisono.buckets import Bucket
-from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.reducers.bf16 import bf16
-from unisono.reducers.dense import dense
-from unisono.reducers.error_feedback import error_feedback
-from unisono.spec import build
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducer import Reduced, Reducer, Stages, State, staged
+from unisono.methods.reducers.bf16 import bf16
+from unisono.methods.reducers.dense import dense
+from unisono.methods.reducers.error_feedback import error_feedback
+from unisono.methods.spec import build
 
 SHAPES = [(6, 5), (), (0,), (9,)]
 

@@ -11,7 +11,7 @@ from sklearn.base import clone
 
 import unisono as un
 from unisono.estimators import Files, LeastSquares, LogisticRegression, formats
-from unisono.estimators.formats import find_format
+from unisono.tables.estimators.formats import find_format
 
 NAMES = ["size", "rooms", "price"]
 

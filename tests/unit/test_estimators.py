@@ -20,10 +20,10 @@ from sklearn.utils.estimator_checks import check_estimator
 import unisono as un
 from unisono.estimators import Files, LeastSquares, LogisticRegression
 from unisono.launchers.engines.engine import Engine
-from unisono.map_reduce.map_reduce import find_native
-from unisono.map_reduce.ray import run as map_reduce_on_ray
-from unisono.map_reduce.rounds import Round
-from unisono.map_reduce.worker_data import split
+from unisono.tables.map_reduce.map_reduce import find_native
+from unisono.tables.map_reduce.ray import run as map_reduce_on_ray
+from unisono.tables.map_reduce.rounds import Round
+from unisono.tables.map_reduce.worker_data import split
 
 HOUSING = Path(__file__).parents[3] / "shared" / "data" / "california_housing.csv"
 
@@ -430,9 +430,9 @@ def test_values_whose_squares_overflow_are_refused_with_what_to_do():
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.base", None)
-    monkeypatch.delitem(sys.modules, "unisono.estimators.conventions")
+    monkeypatch.delitem(sys.modules, "unisono.tables.estimators.conventions")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'unisono\[sklearn\]'"):
-        importlib.import_module("unisono.estimators.conventions")
+        importlib.import_module("unisono.tables.estimators.conventions")
 
 
 def test_a_table_of_an_engine_needs_the_engine():
@@ -475,7 +475,7 @@ def test_a_fit_runs_on_an_engines_own_mapreduce(monkeypatch):
         asked.append((workers, on))
         return job.drive(Sequential(job, data, workers))
 
-    monkeypatch.setattr("unisono.estimators.linear.find_native", lambda on: engine)
+    monkeypatch.setattr("unisono.tables.estimators.linear.find_native", lambda on: engine)
     model = LeastSquares(workers=3, on="somewhere").fit(x, y)
     assert asked == [(3, "somewhere")]
     np.testing.assert_allclose(model.coef_, lstsq(x, y)[0], rtol=1e-6)

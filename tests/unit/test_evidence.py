@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono.spec import build
-from unisono.spec.methods import names
+from unisono.methods.spec import build
+from unisono.methods.spec.methods import names
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 evidence: Any = import_module("evidence")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.buckets import Bucket
-from unisono.facts import Example, Facts, Sizes
-from unisono.reducer import all_reduce_bytes
-from unisono.spec import extend, names, parse, read_facts
-from unisono.spec.methods import Kind
+from unisono.methods.buckets import Bucket
+from unisono.methods.facts import Example, Facts, Sizes
+from unisono.methods.reducer import all_reduce_bytes
+from unisono.methods.spec import extend, names, parse, read_facts
+from unisono.methods.spec.methods import Kind
 
 METHODS = [(kind, name) for kind in ("reducer", "strategy") for name in names(kind)]  # type: ignore[arg-type]
 SHAPES = [(6, 5), (7,), (), (0,), (2, 0), (3, 2, 4), (40, 30)]

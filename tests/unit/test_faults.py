@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono.offload.disk import Disk
-from unisono.runtime import faults, status
-from unisono.runtime.fault_script import parse_script
-from unisono.strategy import fault_watch
-from unisono.strategy.fault_watch import FaultWatch
+from unisono.launchers.runtime import faults, status
+from unisono.launchers.runtime.fault_script import parse_script
+from unisono.methods.offload.disk import Disk
+from unisono.methods.strategy import fault_watch
+from unisono.methods.strategy.fault_watch import FaultWatch
 
 
 @pytest.fixture
@@ -194,8 +194,8 @@ def test_a_script_without_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 STOPS = """
 import os, sys
-from unisono.runtime import faults
-from unisono.runtime.fault_script import parse_script
+from unisono.launchers.runtime import faults
+from unisono.launchers.runtime.fault_script import parse_script
 (fault,) = parse_script(sys.argv[1])
 faults.Armed(0, fault, 1).fire(fault.step)
 print("went on")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.buckets import FlatLayout, view_like
+from unisono.methods.buckets import FlatLayout, view_like
 
 SHAPES = [(3, 5), (), (0, 4), (7,), (2, 3, 4, 4), (1, 6)]
 

@@ -17,10 +17,17 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import unisono as un
-from unisono.buckets import Bucket
-from unisono.exchange.overlap import Exchange
-from unisono.footprint import formula
-from unisono.footprint.formula import (
+from unisono.methods.buckets import Bucket
+from unisono.methods.exchange.overlap import Exchange
+from unisono.methods.offload import device, plan
+from unisono.methods.offload.chunks import ChunkBuffers
+from unisono.methods.offload.stepper import Stepper
+from unisono.methods.reducer import SpareLines
+from unisono.methods.spec import build, names, read_facts
+from unisono.methods.strategies.allreduce import AllReduceReplica, allreduce
+from unisono.methods.strategies.zero import zero
+from unisono.predict.footprint import formula
+from unisono.predict.footprint.formula import (
     SETTINGS,
     STAGED,
     ModelFacts,
@@ -30,14 +37,7 @@ from unisono.footprint.formula import (
     compute_need,
     list_settings,
 )
-from unisono.footprint.memory_report import MemoryReport
-from unisono.offload import device, plan
-from unisono.offload.chunks import ChunkBuffers
-from unisono.offload.stepper import Stepper
-from unisono.reducer import SpareLines
-from unisono.spec import build, names, read_facts
-from unisono.strategies.allreduce import AllReduceReplica, allreduce
-from unisono.strategies.zero import zero
+from unisono.predict.footprint.memory_report import MemoryReport
 from unisono.world.virtual import run_threads
 
 Case = tuple[nn.Module, Any, Callable[..., Tensor]]

@@ -13,9 +13,9 @@ from torch import nn
 
 import unisono as un
 from unisono.cli import main
-from unisono.footprint.memory_report import MemoryReport
-from unisono.footprint.script import ScriptError, predict_for_script
-from unisono.strategy import binding
+from unisono.methods.strategy import binding
+from unisono.predict.footprint.memory_report import MemoryReport
+from unisono.predict.footprint.script import ScriptError, predict_for_script
 
 # Programs of process groups (one of torch, one of a mesh), and of libraries that count the processes themselves.
 OTHERS = ("gpt_ddp.py", "hybrid.py", "hf_text_classification.py", "keras_convnet.py")

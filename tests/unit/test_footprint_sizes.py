@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.footprint.capacity import find_capacity
+from unisono.predict.footprint.capacity import find_capacity
 from unisono.units import parse_size, show_size
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import unisono as un
-from unisono.offload.pipeline import Pipeline
-from unisono.strategies.zero.replica import ZeroReplica
+from unisono.methods.offload.pipeline import Pipeline
+from unisono.methods.strategies.zero.replica import ZeroReplica
 
 Made = tuple[nn.Module, Tensor, Tensor]
 

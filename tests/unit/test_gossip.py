@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import unisono as un
 from pairs import cover_pairs
-from unisono.kernels.quantise import bytes_nbytes
-from unisono.strategies._graphs import neighbours
-from unisono.strategies.gossip import LowPrecisionReplica
+from unisono.methods.kernels.quantise import bytes_nbytes
+from unisono.methods.strategies._graphs import neighbours
+from unisono.methods.strategies.gossip import LowPrecisionReplica
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

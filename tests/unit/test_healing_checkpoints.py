@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono import World, background
-from unisono.strategy import healing
+from unisono.methods.strategy import healing
 
 SAMPLES, BATCH, EPOCHS = 14, 6, 3  # the last batch of an epoch has two samples: fewer than ranks
 X = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

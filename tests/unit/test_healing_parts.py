@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from unisono.runtime.membership import ResultLog
-from unisono.runtime.memfd import anonymous_file
-from unisono.strategy.healing import _find_schedules
+from unisono.launchers.runtime.membership import ResultLog
+from unisono.launchers.runtime.memfd import anonymous_file
+from unisono.methods.strategy.healing import _find_schedules
 
 
 def test_results_that_only_a_lost_rank_had_are_not_given_to_those_who_come() -> None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono import World, background
-from unisono.strategies.auto import measuring
-from unisono.strategy.healing import Healing
+from unisono.methods.strategies.auto import measuring
+from unisono.methods.strategy.healing import Healing
 
 MORE = int(os.environ.get("UNISONO_SCHEDULES", "1"))
 SAMPLES, BATCH, EPOCHS = 20, 6, 2  # the last batch of an epoch has two samples: fewer than ranks

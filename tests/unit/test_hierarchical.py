@@ -11,13 +11,13 @@ from torch import Tensor
 
 from method_cases import reduce_window
 from unisono import World, run_threads
-from unisono.buckets import Bucket
-from unisono.reducer import Reducer, Stages, State, finish, staged
-from unisono.reducers import _cast as cast
-from unisono.reducers.bf16 import bf16
-from unisono.reducers.dense import dense
-from unisono.reducers.error_feedback import error_feedback
-from unisono.reducers.hierarchical import hierarchical
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducer import Reducer, Stages, State, finish, staged
+from unisono.methods.reducers import _cast as cast
+from unisono.methods.reducers.bf16 import bf16
+from unisono.methods.reducers.dense import dense
+from unisono.methods.reducers.error_feedback import error_feedback
+from unisono.methods.reducers.hierarchical import hierarchical
 
 SHAPES = [(6, 5), (), (9,)]
 HOSTS = {
@@ -131,7 +131,7 @@ def thirds(stages_more: bool = False) -> Reducer:
     """Sends every third element in turn, in float64, and tells what it sent."""
 
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
-        from unisono.reducer import Reduced
+        from unisono.methods.reducer import Reduced
 
         bucket.flat.mul_(torch.arange(bucket.flat.numel()) % 3 == state["step"] % 3)
         sent = [x.clone() for x in bucket.tensors]

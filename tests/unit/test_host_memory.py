@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.strategies._host_memory import HostMemory, cut, move_in, move_out
+from unisono.methods.strategies._host_memory import HostMemory, cut, move_in, move_out
 from unisono.world import Mismatch, World
 from unisono.world.virtual import run_threads
 

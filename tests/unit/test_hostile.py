@@ -27,10 +27,10 @@ from hostile import (
     make_checkpoint,
     sum_manifest,
 )
-from unisono.checkpoint import CheckpointError, safetensors
-from unisono.estimators.formats import find_format
+from unisono.methods.spec import SpecError, build
 from unisono.packing import from_bytes, to_bytes, unpack
-from unisono.spec import SpecError, build
+from unisono.tables.estimators.formats import find_format
+from unisono.training.checkpoint import CheckpointError, safetensors
 from unisono.units import parse_size
 
 TIMES = int(os.environ.get("UNISONO_FUZZ", "1"))

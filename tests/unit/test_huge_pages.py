@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from unisono.launchers import environment, forks
-from unisono.runtime.huge_pages import HUGE, HugePages, fill_with_huge_pages, map_shared, read_huge_pages
+from unisono.launchers.runtime.huge_pages import HUGE, HugePages, fill_with_huge_pages, map_shared, read_huge_pages
 from unisono.world.transports.mapped import MappedMemory
 
 

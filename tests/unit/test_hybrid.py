@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.checkpoint.slices import Piece, Stored
-from unisono.costs import Link, Network, Operation
-from unisono.hybrid.factors import choose_sizes, list_fitting
-from unisono.hybrid.saving import cut_stored, spread_piece
-from unisono.hybrid.stages import cut_evenly
-from unisono.planner.measured import Measured
-from unisono.planner.meshes import advise_mesh, estimate_meshes, estimate_tensor, measure_stages, measure_tensor
+from unisono.methods.hybrid.factors import choose_sizes, list_fitting
+from unisono.methods.hybrid.saving import cut_stored, spread_piece
+from unisono.methods.hybrid.stages import cut_evenly
+from unisono.predict.costs import Link, Network, Operation
+from unisono.predict.planner.measured import Measured
+from unisono.predict.planner.meshes import advise_mesh, estimate_meshes, estimate_tensor, measure_stages, measure_tensor
+from unisono.training.checkpoint.slices import Piece, Stored
 from unisono.world.ledger import Ledger
 
 # Sizes ----------------------------------------------------------------------------------------------------------

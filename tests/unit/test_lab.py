@@ -11,10 +11,10 @@ import pytest
 
 import unisono as un
 from unisono.cli.command_line import main
-from unisono.lab import cleanup, engine
-from unisono.lab.engine import Lab
-from unisono.lab.measure import measure_wire
-from unisono.runtime.link_text import Link
+from unisono.launchers.lab import cleanup, engine
+from unisono.launchers.lab.engine import Lab
+from unisono.launchers.lab.measure import measure_wire
+from unisono.launchers.runtime.link_text import Link
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from unisono.launchers import environment, fork_context, guard
 from unisono.launchers.failures import Failure, first_failure
 from unisono.launchers.output import Lines, Output
-from unisono.runtime import status
+from unisono.launchers.runtime import status
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -93,7 +93,7 @@ def test_a_cause_within_a_second_goes_before_its_consequence(consequence):
 def test_status_is_read_as_it_was_noted():
     page = status.StatusPage.create(3)
     code = (
-        "from unisono.runtime import status\n"
+        "from unisono.launchers.runtime import status\n"
         "status.note(step=41, doing='old')\nstatus.note(step=42)\nstatus.note(doing='é' * 500)\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": "1", "UNISONO_STATUS_FD": str(page.fd)}
@@ -114,7 +114,7 @@ def test_note_does_nothing_outside_a_launcher_or_with_another_file_behind_the_de
             "RANK": "0",
             "UNISONO_STATUS_FD": str(file.fileno()),
         }
-        code = "from unisono.runtime import status\nstatus.note(step=1, doing='x')"
+        code = "from unisono.launchers.runtime import status\nstatus.note(step=1, doing='x')"
         subprocess.run([sys.executable, "-c", code], env=env, pass_fds=[file.fileno()], check=True)
     assert (tmp_path / "file").read_bytes() == b"not a page" * 100
 

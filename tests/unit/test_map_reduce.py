@@ -15,8 +15,8 @@ import torch
 
 import unisono as un
 from unisono.launchers.engines.pickled import Packed
-from unisono.map_reduce import MapReduce, mapreduce, run, spark
-from unisono.map_reduce.worker_data import SharedArray, open_shared, share_arrays, split
+from unisono.tables.map_reduce import MapReduce, mapreduce, run, spark
+from unisono.tables.map_reduce.worker_data import SharedArray, open_shared, share_arrays, split
 
 SIZES = [1, 2, 3, 5]
 

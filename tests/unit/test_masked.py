@@ -11,14 +11,14 @@ from torch import Tensor
 
 from method_cases import reduce_window
 from unisono import World, packing, run_threads
-from unisono.buckets import Bucket
-from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.reducers._subsets import find_runs, narrow, widen
-from unisono.reducers.bf16 import bf16
-from unisono.reducers.dense import dense
-from unisono.reducers.error_feedback import error_feedback
-from unisono.reducers.masked import masked
-from unisono.spec import build, describe
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducer import Reduced, Reducer, Stages, State, staged
+from unisono.methods.reducers._subsets import find_runs, narrow, widen
+from unisono.methods.reducers.bf16 import bf16
+from unisono.methods.reducers.dense import dense
+from unisono.methods.reducers.error_feedback import error_feedback
+from unisono.methods.reducers.masked import masked
+from unisono.methods.spec import build, describe
 
 SHAPES = {
     "body.0.weight": (6, 5),

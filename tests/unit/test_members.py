@@ -16,10 +16,10 @@ from unisono.launchers.elastic_local import LocalElastic
 from unisono.launchers.failures import Failure
 from unisono.launchers.job import ElasticSettings, Job
 from unisono.launchers.local_worker import LocalWorker
-from unisono.runtime import membership
-from unisono.runtime.event_loop import EventLoop
-from unisono.runtime.local_channel import LocalChannel
-from unisono.runtime.status import StatusPage
+from unisono.launchers.runtime import membership
+from unisono.launchers.runtime.event_loop import EventLoop
+from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.status import StatusPage
 
 
 class Process:

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 import unisono as un
 from doc_pages import ROOT, Block, blocks
-from unisono.spec import build
-from unisono.strategy import Replica
+from unisono.methods.spec import build
+from unisono.methods.strategy import Replica
 from unisono.world import World
 
 FOLDER = ROOT / "docs" / "migrating"

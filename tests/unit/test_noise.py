@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from unisono.kernels.noise import CHUNK, MIX, WEYL, Noise, bits, noise
+from unisono.methods.kernels.noise import CHUNK, MIX, WEYL, Noise, bits, noise
 
 
 def words(source: Noise, n: int) -> np.ndarray:

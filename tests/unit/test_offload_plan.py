@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.offload import plan
-from unisono.offload.blocks import Run
-from unisono.offload.pipeline import HostStreams, clip_ranges
-from unisono.offload.plan import clip, cut, find_gaps, resident_units, staged_share
-from unisono.offload.streams import Slab
+from unisono.methods.offload import plan
+from unisono.methods.offload.blocks import Run
+from unisono.methods.offload.pipeline import HostStreams, clip_ranges
+from unisono.methods.offload.plan import clip, cut, find_gaps, resident_units, staged_share
+from unisono.methods.offload.streams import Slab
 
 
 def test_blocks_cover_every_shard_once_and_share_as_asked() -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from method_cases import reduce_window
-from unisono.buckets import Bucket
-from unisono.reducer import Reducer
-from unisono.reducers.onebit import onebit
-from unisono.reducers.signsgd import signsgd
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducer import Reducer
+from unisono.methods.reducers.onebit import onebit
+from unisono.methods.reducers.signsgd import signsgd
 from unisono.world import World
 from unisono.world.virtual import run_threads, simulate
 

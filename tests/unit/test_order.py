@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.data import order as order_module
-from unisono.data.order import balance_parts, draw_permutation, order_epoch, slice_part
+from unisono.training.data import order as order_module
+from unisono.training.data.order import balance_parts, draw_permutation, order_epoch, slice_part
 
 SIZES = range(1, 6)
 GOLDEN = [6, 7, 8, 4, 11, 0, 1, 5, 10, 3, 9, 2]

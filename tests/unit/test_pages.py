@@ -7,11 +7,11 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from unisono.compare.report import as_json, make_page
-from unisono.compare.results import ONE_WORKER, Trial, compare
-from unisono.compare.runs import Request
-from unisono.compare.steps import PARTS, Curve
-from unisono.pages import Bars, Lines, Pairs, Section, Series, Table, write_page
+from unisono.observe.pages import Bars, Lines, Pairs, Section, Series, Table, write_page
+from unisono.predict.compare.report import as_json, make_page
+from unisono.predict.compare.results import ONE_WORKER, Trial, compare
+from unisono.predict.compare.runs import Request
+from unisono.predict.compare.steps import PARTS, Curve
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono.reducers.dense import dense
-from unisono.spec import SpecError
-from unisono.strategies.allreduce import allreduce
+from unisono.methods.reducers.dense import dense
+from unisono.methods.spec import SpecError
+from unisono.methods.strategies.allreduce import allreduce
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

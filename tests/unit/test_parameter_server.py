@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.strategies.parameter_server.server import Server, optimizer_over
+from unisono.methods.strategies.parameter_server.server import Server, optimizer_over
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -416,9 +416,9 @@ def test_compressed_pushes_converge_and_send_less(spec: str, size: int) -> None:
 
 
 def test_feedback_sends_in_time_what_did_not_get_through() -> None:
-    from unisono.kernels.noise import Noise
-    from unisono.reducer import Codec
-    from unisono.strategies.parameter_server.protocol import Coder
+    from unisono.methods.kernels.noise import Noise
+    from unisono.methods.reducer import Codec
+    from unisono.methods.strategies.parameter_server.protocol import Coder
 
     def half(x: Tensor, _: Noise) -> Tensor:
         return x.round().view(torch.uint8)
@@ -675,7 +675,7 @@ def test_bytes_sent_are_a_gradient_a_push_and_the_parameters_a_pull() -> None:
         replica.close()
         return sums
 
-    from unisono.buckets import FlatLayout
+    from unisono.methods.buckets import FlatLayout
 
     nbytes = FlatLayout(list(make().parameters()), torch.uint8).numel
     server_side, *workers = run_threads(work, 3)

@@ -11,8 +11,8 @@ from torch import nn
 
 import unisono as un
 from unisono import World, run_threads
-from unisono.strategy import parameter_watch
-from unisono.strategy.parameter_watch import VARIABLE
+from unisono.methods.strategy import parameter_watch
+from unisono.methods.strategy.parameter_watch import VARIABLE
 
 FLIPPED = 7  # the step after which a bit is flipped
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono import World
-from unisono.exchange.overlap import own_gradient
+from unisono.methods.exchange.overlap import own_gradient
 from unisono.world.transports import shared
 from unisono.world.transports.meeting_page import PAGE_NAME
 from unisono.world.transports.shared import Pieces, SharedTransport

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.strategy import PeriodicReplica, Strategy
+from unisono.methods.strategy import PeriodicReplica, Strategy
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

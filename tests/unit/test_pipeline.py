@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.offload import plan
-from unisono.offload.disk import Disk, DiskError
-from unisono.offload.pipeline import Pipeline, Run, Shard
-from unisono.offload.plan import resident_units
-from unisono.offload.stepper import Block, Stepper, disk_bytes
-from unisono.offload.streams import Mark, Queue
+from unisono.methods.offload import plan
+from unisono.methods.offload.disk import Disk, DiskError
+from unisono.methods.offload.pipeline import Pipeline, Run, Shard
+from unisono.methods.offload.plan import resident_units
+from unisono.methods.offload.stepper import Block, Stepper, disk_bytes
+from unisono.methods.offload.streams import Mark, Queue
 
 CPU = torch.device("cpu")
 LENGTHS = [5000, 12_288, 300, 9000]

@@ -16,13 +16,13 @@ from torch import nn
 
 import unisono as un
 from unisono.cli import main
-from unisono.costs.pipelines import UNITS, Action, count_under_way, order_single, replay_schedule
-from unisono.hybrid.bubbles import WARM_UP, Bubble
-from unisono.hybrid.schedules import list_stages, make_schedule, read_order
-from unisono.live.live_run import LiveRun
-from unisono.live.terminal import draw_frame
-from unisono.reports.page import make_page
-from unisono.runs.recorder import Recorder
+from unisono.methods.hybrid.bubbles import WARM_UP, Bubble
+from unisono.methods.hybrid.schedules import list_stages, make_schedule, read_order
+from unisono.observe.live.live_run import LiveRun
+from unisono.observe.live.terminal import draw_frame
+from unisono.observe.reports.page import make_page
+from unisono.observe.runs.recorder import Recorder
+from unisono.predict.costs.pipelines import UNITS, Action, count_under_way, order_single, replay_schedule
 from unisono.world.ledger import Ledger
 
 # Schedules ------------------------------------------------------------------------------------------------------------

@@ -19,17 +19,17 @@ from torch import nn
 import unisono as un
 from unisono.background import SerialQueue, watched_by
 from unisono.cli.command_line import main
-from unisono.costs import Anatomy, Job, Link, Network, Operation, replay
-from unisono.facts import Convergence, Grade
-from unisono.planner.candidates import describe_candidate, find_candidates
-from unisono.planner.choice import choose, find_crossing
-from unisono.planner.measured import Measured, MeasuredMethod
-from unisono.planner.measurement_plan import MeasurementPlan, PlanSettings, _count_steps, steps_needed
-from unisono.planner.report import plan_to_dict, write_report
-from unisono.planner.steadying import steady
-from unisono.planner.trace import Trace
-from unisono.reducers import fp16
-from unisono.spec import extend, names, read_facts
+from unisono.methods.facts import Convergence, Grade
+from unisono.methods.reducers import fp16
+from unisono.methods.spec import extend, names, read_facts
+from unisono.predict.costs import Anatomy, Job, Link, Network, Operation, replay
+from unisono.predict.planner.candidates import describe_candidate, find_candidates
+from unisono.predict.planner.choice import choose, find_crossing
+from unisono.predict.planner.measured import Measured, MeasuredMethod
+from unisono.predict.planner.measurement_plan import MeasurementPlan, PlanSettings, _count_steps, steps_needed
+from unisono.predict.planner.report import plan_to_dict, write_report
+from unisono.predict.planner.steadying import steady
+from unisono.predict.planner.trace import Trace
 from unisono.world import World
 from unisono.world.transports.silent import SilentTransport
 

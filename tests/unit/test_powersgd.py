@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from method_cases import reduce_window
-from unisono.buckets import Bucket
-from unisono.kernels import lowrank
-from unisono.reducer import Reducer, State
-from unisono.reducers.powersgd import powersgd
+from unisono.methods.buckets import Bucket
+from unisono.methods.kernels import lowrank
+from unisono.methods.reducer import Reducer, State
+from unisono.methods.reducers.powersgd import powersgd
 from unisono.world import World
 from unisono.world.virtual import run_threads, simulate
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.runtime import sigterm
-from unisono.trainer import Callback, Trainer
+from unisono.launchers.runtime import sigterm
+from unisono.training.trainer import Callback, Trainer
 from unisono.world import World, join, preempted
 from unisono.world import preemption as module
 from unisono.world.virtual import run_threads
@@ -152,7 +152,7 @@ def test_a_trainer_without_a_folder_does_not_take_the_signal(monkeypatch: pytest
 
 NOTED = """
 import os, signal, time
-from unisono.runtime import sigterm
+from unisono.launchers.runtime import sigterm
 before = signal.signal(signal.SIGTERM, lambda *_: print("the program's own")) if OWN else signal.SIG_DFL
 after = signal.getsignal(signal.SIGTERM)
 with sigterm.noting():
@@ -187,7 +187,7 @@ def test_the_programs_own_handler_is_still_called() -> None:
 
 def test_a_later_sigterm_ends_the_process() -> None:
     text = (
-        "import os, signal\nfrom unisono.runtime import sigterm\nsigterm.watch()\n"
+        "import os, signal\nfrom unisono.launchers.runtime import sigterm\nsigterm.watch()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint(sigterm.told(), flush=True)\nsigterm._told_at -= 60\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint('still here')"
     )

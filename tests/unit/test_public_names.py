@@ -5,14 +5,19 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import unisono as un
+from unisono.old_paths import find_new_path
 
 SRC = Path(un.__file__).parent
+ROOT = SRC.parents[1]
 MODULES = {
     ".".join(file.relative_to(SRC.parent).with_suffix("").parts).removesuffix(".__init__"): file
     for file in sorted(SRC.rglob("*.py"))
@@ -30,7 +35,7 @@ def test_dir_lists_exactly_the_exported_names() -> None:
 @pytest.mark.parametrize("name", un.__all__)
 def test_every_exported_name_is_there_and_says_what_it_is(name: str) -> None:
     if name in LARGE:
-        assert ast.get_docstring(ast.parse(MODULES[f"unisono.{name}"].read_text(encoding="utf-8")))
+        assert ast.get_docstring(ast.parse(MODULES[f"{un._MODULE_OF[name]}.{name}"].read_text(encoding="utf-8")))
         return
     value = getattr(un, name)
     assert inspect.getdoc(value), f"un.{name} has no docstring"
@@ -81,3 +86,39 @@ def test_where_a_module_lists_its_names_everything_else_is_underscored() -> None
             if missing := _defined(tree) - set(ast.literal_eval(listed)):
                 unlisted[name] = missing
     assert unlisted == {}
+
+
+# Paths of before there were rooms --------------------------------------------------------------------------------
+
+DOCUMENTED = {
+    match
+    for page in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*.py")]
+    for match in re.findall(r"(?:^|\s)(?:from|import) (unisono(?:\.\w+)+)", page.read_text(encoding="utf-8"))
+}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in DOCUMENTED if not LARGE & {*name.split(".")}))
+def test_paths_in_the_documentation_are_there(name: str) -> None:
+    assert importlib.import_module(name) is importlib.import_module(find_new_path(name) or name)
+
+
+def test_a_module_is_one_object_under_both_names() -> None:
+    text = """
+import sys, pickle
+import unisono.strategies.local_sgd as old
+import unisono.methods.strategies.local_sgd as new
+from unisono.strategy import changing
+import unisono.spec.grammar
+assert old is new is sys.modules["unisono.strategies.local_sgd"]
+assert old.__name__ == old.__spec__.name == "unisono.methods.strategies.local_sgd"
+assert changing is sys.modules["unisono.methods.strategy.changing"]
+assert unisono.spec.grammar is sys.modules["unisono.methods.spec.grammar"]
+assert pickle.loads(b"cunisono.world.ledger\\nRow\\n.").__name__ == "Row"
+assert pickle.loads(b"cunisono.strategies.local_sgd\\nlocal_sgd\\n.") is new.local_sgd
+try:
+    import unisono.strategies.no_such_method
+except ModuleNotFoundError as error:
+    assert "no_such_method" in str(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

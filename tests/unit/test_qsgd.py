@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.buckets import Bucket
-from unisono.reducers.bytegrad import bytegrad
-from unisono.reducers.nuqsgd import nuqsgd
-from unisono.reducers.qsgd import qsgd
-from unisono.spec import build
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducers.bytegrad import bytegrad
+from unisono.methods.reducers.nuqsgd import nuqsgd
+from unisono.methods.reducers.qsgd import qsgd
+from unisono.methods.spec import build
 from unisono.world import World
 from unisono.world.virtual import run_threads, simulate
 
@@ -189,7 +189,7 @@ def test_bytegrad_is_near_and_leaves_unused_parameters_alone() -> None:
 
 @each_method
 def test_its_codec_writes_and_reads_a_line(spec: str) -> None:
-    from unisono.kernels.noise import noise
+    from unisono.methods.kernels.noise import noise
 
     codec, x = build(spec, kind="reducer").codec, line(0, 5001)
     code = codec.encode(x, noise(0, 0))

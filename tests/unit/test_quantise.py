@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.kernels import bits as truth
-from unisono.kernels import elias, quantise
-from unisono.kernels.noise import Noise, bits, noise
-from unisono.kernels.quantise import Levels
+from unisono.methods.kernels import bits as truth
+from unisono.methods.kernels import elias, quantise
+from unisono.methods.kernels.noise import Noise, bits, noise
+from unisono.methods.kernels.quantise import Levels
 
 LEVELS = [Levels(b, block, exponential) for b in (2, 4, 8) for block in (64, 8192) for exponential in (False, True)]
 each_grid = pytest.mark.parametrize("levels", LEVELS, ids=str)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from method_cases import reduce_window
-from unisono.buckets import Bucket
-from unisono.reducer import Reducer
-from unisono.reducers.randomk import randomk
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducer import Reducer
+from unisono.methods.reducers.randomk import randomk
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

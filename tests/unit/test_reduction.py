@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.buckets import Bucket
-from unisono.exchange.reduction import Reduction
-from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
-from unisono.spec import build
-from unisono.strategies.allreduce import allreduce
+from unisono.methods.buckets import Bucket
+from unisono.methods.exchange.reduction import Reduction
+from unisono.methods.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
+from unisono.methods.spec import build
+from unisono.methods.strategies.allreduce import allreduce
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

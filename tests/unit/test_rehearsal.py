@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from unisono.cli.command_line import main
-from unisono.rehearsal.differences import Observed, Verdict, judge
-from unisono.rehearsal.dry import DryRequest, DryResult, rehearse
-from unisono.rehearsal.dry_report import write_dry_report
-from unisono.runtime.link_text import Link
+from unisono.launchers.runtime.link_text import Link
+from unisono.predict.rehearsal.differences import Observed, Verdict, judge
+from unisono.predict.rehearsal.dry import DryRequest, DryResult, rehearse
+from unisono.predict.rehearsal.dry_report import write_dry_report
 
 # -- on a simulated world ----------------------------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ import json
 import torch
 from torch.nn.functional import dropout, scaled_dot_product_attention as attend
 import torch.nn.functional as F
-from unisono.rehearsal.recorder import _switch_off_dropout
+from unisono.predict.rehearsal.recorder import _switch_off_dropout
 
 found = _switch_off_dropout(torch.nn.Linear(1, 1))
 x = torch.randn(1, 2, 8, 4)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from unisono.runs import feeding, sinks
-from unisono.runs.feeding import Feeder, Joiner
-from unisono.runs.reading import RankLog, RunReader
-from unisono.runs.sinks import Asked, Prometheus, Sink, open_sink, read_asked
+from unisono.observe.runs import feeding, sinks
+from unisono.observe.runs.feeding import Feeder, Joiner
+from unisono.observe.runs.reading import RankLog, RunReader
+from unisono.observe.runs.sinks import Asked, Prometheus, Sink, open_sink, read_asked
 
 
 def write(folder: Path, place: int, *lines: Any) -> None:

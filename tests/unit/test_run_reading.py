@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from unisono.runs.reading import RunReader
-from unisono.runs.table import COLUMNS
-from unisono.runtime.run_folder import FORMAT
+from unisono.launchers.runtime.run_folder import FORMAT
+from unisono.observe.runs.reading import RunReader
+from unisono.observe.runs.table import COLUMNS
 
 HEADER = {"format": FORMAT, "rank": 0, "size": 2, "pid": 7, "unix": 1000.0, "boot": "b", "time": 1.0, "strategy": "x"}
 

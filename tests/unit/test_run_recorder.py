@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono.runs import backward, recorder, recording
-from unisono.runs.lines import FileWriter, PipeWriter, find_writer
-from unisono.runs.metrics import log
-from unisono.runs.reading import RankLog, RunReader
-from unisono.runs.recorder import Facts, Recorder
-from unisono.runtime import run_folder
+from unisono.launchers.runtime import run_folder
+from unisono.observe.runs import backward, recorder, recording
+from unisono.observe.runs.lines import FileWriter, PipeWriter, find_writer
+from unisono.observe.runs.metrics import log
+from unisono.observe.runs.reading import RankLog, RunReader
+from unisono.observe.runs.recorder import Facts, Recorder
 from unisono.world.ledger import Ledger, Row
 from unisono.world.virtual import run_threads
 
@@ -356,7 +356,7 @@ class Later:
 
 
 def test_values_of_a_gpu_are_written_when_they_have_arrived_and_in_their_order() -> None:
-    from unisono.runs.values import Arriving
+    from unisono.observe.runs.values import Arriving
 
     kept, world = Kept(), un.World()
     mine, event = Recorder(world, kept), Later()

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from unisono.cli import main
-from unisono.reports.page import make_page
-from unisono.reports.summary import Summary, compare_with, summarise
-from unisono.reports.trace import find_offsets, write_trace
-from unisono.runs.reading import RunReader
-from unisono.runtime import run_folder
-from unisono.runtime.run_folder import NoSuchRun, RunFolder, find_run, list_runs, make_folder
+from unisono.launchers.runtime import run_folder
+from unisono.launchers.runtime.run_folder import NoSuchRun, RunFolder, find_run, list_runs, make_folder
+from unisono.observe.reports.page import make_page
+from unisono.observe.reports.summary import Summary, compare_with, summarise
+from unisono.observe.reports.trace import find_offsets, write_trace
+from unisono.observe.runs.reading import RunReader
 
 
 def write_run(folder: Path, **values: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.kernels import select
-from unisono.kernels.select import Plan, Segment, count_kept, restore, select_top
+from unisono.methods.kernels import select
+from unisono.methods.kernels.select import Plan, Segment, count_kept, restore, select_top
 
 # dtype of the gradient, dtype of the residual (None: there is none)
 KINDS = [

@@ -27,8 +27,8 @@ from split_replica import (
 )
 
 import unisono as un
-from unisono.checkpoint import CheckpointError
-from unisono.checkpoint.slices import Piece
+from unisono.training.checkpoint import CheckpointError
+from unisono.training.checkpoint.slices import Piece
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

@@ -27,8 +27,8 @@ from torch.utils.data import (
 )
 
 import unisono as un
-from unisono import data as data_module
-from unisono.data import Shard, shard
+from unisono.training import data as data_module
+from unisono.training.data import Shard, shard
 from unisono.world.batch_weights import BatchWeights
 from unisono.world.virtual import run_threads
 

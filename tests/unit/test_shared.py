@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import unisono as un
-from unisono.strategies.shared.replica import SharedReplica
+from unisono.methods.strategies.shared.replica import SharedReplica
 from unisono.world import Mismatch, PeerLost, World
 from unisono.world.virtual import run_threads
 

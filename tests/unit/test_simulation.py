@@ -11,26 +11,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.buckets import Bucket
 from unisono.cli.command_line import main
-from unisono.costs import Anatomy, Job, Link, Network, Operation
-from unisono.exchange.dry_run import Cost
-from unisono.facts import Convergence
-from unisono.planner.candidates import describe_candidate
-from unisono.planner.measured import Measured, MeasuredMethod
-from unisono.simulation import dry_run
-from unisono.simulation.cluster import Cluster
-from unisono.simulation.dry_run import DryRun
-from unisono.simulation.failures import Failures
-from unisono.simulation.methods import Method, Workload, make_method
-from unisono.simulation.plan_file import make_plan
-from unisono.simulation.report import write_report
-from unisono.simulation.steps import Outcome, simulate_method
-from unisono.simulation.stragglers import Stragglers
-from unisono.simulation.study import Study, study
-from unisono.simulation.validation import compare_with_measured
-from unisono.spec import build, extend
-from unisono.strategies.local_sgd import local_sgd
+from unisono.methods.buckets import Bucket
+from unisono.methods.exchange.dry_run import Cost
+from unisono.methods.facts import Convergence
+from unisono.methods.spec import build, extend
+from unisono.methods.strategies.local_sgd import local_sgd
+from unisono.predict.costs import Anatomy, Job, Link, Network, Operation
+from unisono.predict.planner.candidates import describe_candidate
+from unisono.predict.planner.measured import Measured, MeasuredMethod
+from unisono.predict.simulation import dry_run
+from unisono.predict.simulation.cluster import Cluster
+from unisono.predict.simulation.dry_run import DryRun
+from unisono.predict.simulation.failures import Failures
+from unisono.predict.simulation.methods import Method, Workload, make_method
+from unisono.predict.simulation.plan_file import make_plan
+from unisono.predict.simulation.report import write_report
+from unisono.predict.simulation.steps import Outcome, simulate_method
+from unisono.predict.simulation.stragglers import Stragglers
+from unisono.predict.simulation.study import Study, study
+from unisono.predict.simulation.validation import compare_with_measured
 
 LINK = Link(latency_s=0.001, bits_per_s=8e6)  # 1 MB/s
 FASTER = Link(0.001, 8e8)

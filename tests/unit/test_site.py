@@ -17,7 +17,10 @@ DOCS = ROOT / "docs"
 METHODS = [
     f"unisono.{kind}.{file.stem}.{file.stem}"
     for kind in ("reducers", "strategies")
-    for file in (*(ROOT / "src/unisono" / kind).glob("[!_]*.py"), *(ROOT / "src/unisono" / kind).glob("[!_]*/"))
+    for file in (
+        *(ROOT / "src/unisono/methods" / kind).glob("[!_]*.py"),
+        *(ROOT / "src/unisono/methods" / kind).glob("[!_]*/"),
+    )
 ]
 
 

@@ -16,10 +16,10 @@ from split_replica import State, change_pieces, check_same, damage, make, save_s
 
 import unisono as un
 from unisono import cli
-from unisono.checkpoint import CheckpointError, safetensors, slices
-from unisono.checkpoint.folder import read_folder
-from unisono.checkpoint.plain import export_model
-from unisono.checkpoint.slices import Piece, Span, Stored, find_gaps
+from unisono.training.checkpoint import CheckpointError, safetensors, slices
+from unisono.training.checkpoint.folder import read_folder
+from unisono.training.checkpoint.plain import export_model
+from unisono.training.checkpoint.slices import Piece, Span, Stored, find_gaps
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -138,8 +138,8 @@ def test_state_larger_than_memory_is_saved_loaded_and_exported(tmp_path: Path) -
     """128 MiB that are never in memory at once: the process grows by a fraction of it."""
     script = """
 import resource, sys, torch, unisono as un
-from unisono.checkpoint.plain import export_model
-from unisono.checkpoint.slices import Piece
+from unisono.training.checkpoint.plain import export_model
+from unisono.training.checkpoint.slices import Piece
 count = 32 << 20
 model = torch.nn.Linear(1, 1, bias=False)
 replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=1), world=un.World())

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from unisono import spec as language
-from unisono.spec import Spec, SpecError, build, describe, names, parse
+from unisono.methods import spec as language
+from unisono.methods.spec import Spec, SpecError, build, describe, names, parse
 
 REDUCERS = {
     "powerlike": """
@@ -294,7 +294,7 @@ def test_what_text_cannot_hold_is_shown_and_refused():
     assert describe(strategy) == "localish(every=1, anything=...)"
     with pytest.raises(SpecError, match="expected a number"):
         build(describe(strategy))
-    from unisono.reducers.dense import dense
+    from unisono.methods.reducers.dense import dense
 
     assert describe(dense()) == "dense"
     powerlike = build("powerlike", "reducer")._replace(spec="")

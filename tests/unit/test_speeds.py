@@ -13,9 +13,9 @@ import torch
 from test_shards import Count, FakeWorld, Squares, values
 from torch.utils.data import DataLoader
 
-from unisono.data import shard
-from unisono.data.order import balance_parts, cut_by_speed
-from unisono.data.settings import ShardSettings
+from unisono.training.data import shard
+from unisono.training.data.order import balance_parts, cut_by_speed
+from unisono.training.data.settings import ShardSettings
 from unisono.world import speeds as module
 from unisono.world.speeds import LEAST_GAIN, Balance, deal_by_speed
 

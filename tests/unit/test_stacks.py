@@ -18,15 +18,15 @@ import torch
 from unisono.launchers import stacks
 from unisono.launchers.control import Control, Gone, ask_anything
 from unisono.launchers.job import Job
+from unisono.launchers.runtime import place_sampler, stack_dump, stack_text
+from unisono.launchers.runtime.event_loop import EventLoop
+from unisono.launchers.runtime.run_folder import RunFolder
+from unisono.launchers.runtime.stack_text import WorkerStack, find_standing, judge
+from unisono.launchers.runtime.status import StatusPage
+from unisono.launchers.runtime.watchdog import Watchdog
 from unisono.launchers.stacks import HangReports, StackFiles, find_launcher
-from unisono.runtime import place_sampler, stack_dump, stack_text
-from unisono.runtime.event_loop import EventLoop
-from unisono.runtime.run_folder import RunFolder
-from unisono.runtime.stack_text import WorkerStack, find_standing, judge
-from unisono.runtime.status import StatusPage
-from unisono.runtime.watchdog import Watchdog
 
-HERE = Path(stack_text.__file__).parents[1]
+HERE = Path(stack_text.__file__).parents[2]
 TORCH = Path(torch.__file__).parent
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.offload import fused
-from unisono.offload.blocks import Runs
-from unisono.offload.optimizers import make_rule
-from unisono.offload.stepper import Block, Run, Stepper
+from unisono.methods.offload import fused
+from unisono.methods.offload.blocks import Runs
+from unisono.methods.offload.optimizers import make_rule
+from unisono.methods.offload.stepper import Block, Run, Stepper
 
 SIZES = (5, 300_000, 33, 16, 1, 300_001)  # several cells; borders that are no multiple of a vector
 PADDING = 7.0

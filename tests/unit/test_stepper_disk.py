@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.offload import disk as disk_module
-from unisono.offload.chunks import CHUNK_BUFFERS
-from unisono.offload.disk import Disk, DiskError, Region
-from unisono.offload.stepper import Block, Run, Stepper, disk_bytes
+from unisono.methods.offload import disk as disk_module
+from unisono.methods.offload.chunks import CHUNK_BUFFERS
+from unisono.methods.offload.disk import Disk, DiskError, Region
+from unisono.methods.offload.stepper import Block, Run, Stepper, disk_bytes
 
 CHUNK = 4096  # elements in a chunk
 LENGTHS = (3 * CHUNK + 100, 70, 8 * CHUNK, CHUNK)

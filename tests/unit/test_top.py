@@ -11,7 +11,7 @@ from rich.console import Console
 
 from simulated_run import SimulatedRun
 from unisono.cli import main
-from unisono.live.terminal import draw_sparkline, show_top
+from unisono.observe.live.terminal import draw_sparkline, show_top
 
 
 def draw(folder: Path, width: int = 80) -> list[str]:
@@ -71,7 +71,7 @@ def test_in_a_terminal_it_follows_the_run_to_its_end(tmp_path: Path, monkeypatch
         run.write(time.time() + 5.0)
         run.finish()
 
-    monkeypatch.setattr("unisono.live.terminal.time.sleep", wait)
+    monkeypatch.setattr("unisono.observe.live.terminal.time.sleep", wait)
     out = io.StringIO()
     show_top(run.folder, once=False, console=Console(file=out, width=80, height=30, force_terminal=True))
     assert len(shown) == 1

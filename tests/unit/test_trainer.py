@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unisono.checkpoint import save
-from unisono.progress import EarlyStopping, History, format_logs
-from unisono.runs.lines import FileWriter
-from unisono.runs.reading import RunReader
-from unisono.runs.recorder import Recorder as RunRecorder
-from unisono.trainer import Callback, Trainer
+from unisono.observe.runs.lines import FileWriter
+from unisono.observe.runs.reading import RunReader
+from unisono.observe.runs.recorder import Recorder as RunRecorder
+from unisono.training.checkpoint import save
+from unisono.training.progress import EarlyStopping, History, format_logs
+from unisono.training.trainer import Callback, Trainer
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

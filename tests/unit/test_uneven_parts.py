@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.strategy import take_weighted_mean
+from unisono.methods.strategy import take_weighted_mean
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.runtime import variables
+from unisono.launchers.runtime import variables
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "unisono"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from unisono import World, packing, run_threads
-from unisono.buckets import Bucket
-from unisono.reducer import Reduced, Reducer, State
-from unisono.reducers.bf16 import bf16
-from unisono.reducers.error_feedback import error_feedback
-from unisono.reducers.warmup import warmup
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducer import Reduced, Reducer, State
+from unisono.methods.reducers.bf16 import bf16
+from unisono.methods.reducers.error_feedback import error_feedback
+from unisono.methods.reducers.warmup import warmup
 
 
 def zero() -> Reducer:

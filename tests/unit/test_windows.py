@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.exchange.windows import Counter
+from unisono.methods.exchange.windows import Counter
 from unisono.world import World
 
 
@@ -61,7 +61,7 @@ def overflow_at_the_end(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 def count_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of a world of one are counted as on a GPU."""
-    module = sys.modules["unisono.exchange.windows"]
+    module = sys.modules["unisono.methods.exchange.windows"]
     monkeypatch.setattr(module, "Counter", lambda *args, **kwargs: Counter(*args, **{**kwargs, "late": True}))
 
 

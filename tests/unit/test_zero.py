@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from pairs import cover_pairs
-from unisono.strategies.zero.units import choose_modules, units_by_module
+from unisono.methods.strategies.zero.units import choose_modules, units_by_module
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.strategies.zero.gradients import ShardedGradients
-from unisono.strategies.zero.replica import ZeroReplica
+from unisono.methods.strategies.zero.gradients import ShardedGradients
+from unisono.methods.strategies.zero.replica import ZeroReplica
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import unisono as un
 from pairs import cover_pairs
-from unisono.offload import disk
-from unisono.offload.disk import DiskError
-from unisono.runtime.machine import available_bytes
-from unisono.strategies.zero import placement
+from unisono.launchers.runtime.machine import available_bytes
+from unisono.methods.offload import disk
+from unisono.methods.offload.disk import DiskError
+from unisono.methods.strategies.zero import placement
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.strategies.zero.replica import ZeroReplica
-from unisono.strategies.zero.spare import Spare
+from unisono.methods.strategies.zero.replica import ZeroReplica
+from unisono.methods.strategies.zero.spare import Spare
 from unisono.world import World
 from unisono.world.transports import PeerLost, Transport, find_group
 from unisono.world.transports.threads import Hub, ThreadTransport

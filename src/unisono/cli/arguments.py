@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime.local_path import local_path
+from unisono.launchers.runtime.local_path import local_path
 from unisono.units import parse_duration
 
 __all__ = [
@@ -35,7 +35,7 @@ class MethodsAction(argparse.Action):
         if self.const and not os.path.isdir(text.split(os.pathsep)[0]):
             setattr(options, self.dest, [spec.strip() for spec in text.split(";") if spec.strip()])
             return
-        from unisono.spec.catalog import use_methods
+        from unisono.methods.spec.catalog import use_methods
 
         try:
             use_methods(text)

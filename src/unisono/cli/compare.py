@@ -19,11 +19,11 @@ from unisono.cli.arguments import (
     parse_seconds,
     take_behind,
 )
-from unisono.spec.grammar import split_specs
+from unisono.methods.spec.grammar import split_specs
 from unisono.units import show_duration
 
 if TYPE_CHECKING:
-    from unisono.compare.runs import Progress, Request
+    from unisono.predict.compare.runs import Progress, Request
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
@@ -116,10 +116,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     request = _read_request(options, own)
     _check_methods(request, parser)
 
-    from unisono.compare.report import write_report
-    from unisono.compare.results import compare
-    from unisono.compare.runs import NothingToCompare, Runs
-    from unisono.compare.table import format_table
+    from unisono.predict.compare.report import write_report
+    from unisono.predict.compare.results import compare
+    from unisono.predict.compare.runs import NothingToCompare, Runs
+    from unisono.predict.compare.table import format_table
 
     line = _ProgressLine()
     runs = Runs(request, line.show)
@@ -161,7 +161,7 @@ def _take_own_options(options: argparse.Namespace) -> list[str]:
 
 
 def _read_request(options: argparse.Namespace, own: list[str]) -> Request:
-    from unisono.compare.runs import Request
+    from unisono.predict.compare.runs import Request
 
     until = options.until is not None
     return Request(
@@ -184,8 +184,8 @@ def _read_request(options: argparse.Namespace, own: list[str]) -> Request:
 
 def _check_methods(request: Request, parser: argparse.ArgumentParser) -> None:
     """Refuse what cannot be built or parsed, before anything is started."""
-    from unisono.runtime.link_text import parse_links
-    from unisono.spec import build
+    from unisono.launchers.runtime.link_text import parse_links
+    from unisono.methods.spec import build
 
     try:
         for spec in request.strategies:

@@ -115,7 +115,7 @@ def _read_values(action: argparse.Action) -> Values:
 def _list_strategies() -> list[str]:
     """The methods by name; those that begin with an underscore are no methods."""
     package = Path(__file__).parents[1]
-    found = {path.stem for folder in ("strategies", "reducers") for path in (package / folder).iterdir()}
+    found = {path.stem for folder in ("strategies", "reducers") for path in (package / "methods" / folder).iterdir()}
     return sorted(name for name in found if not name.startswith("_"))
 
 

@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `debug`; gives the exit status."""
-    from unisono.runtime.channel import Unreachable
-    from unisono.runtime.debugger.attaching import attach, list_announced
-    from unisono.runtime.debugger.prompt import Prompt
-    from unisono.runtime.private_folder import NotPrivate
+    from unisono.launchers.runtime.channel import Unreachable
+    from unisono.launchers.runtime.debugger.attaching import attach, list_announced
+    from unisono.launchers.runtime.debugger.prompt import Prompt
+    from unisono.launchers.runtime.private_folder import NotPrivate
 
     try:
         runs = list_announced()

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unisono.doctor import Finding
+    from unisono.observe.doctor import Finding
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
@@ -56,9 +56,9 @@ def _parse_hosts(text: str) -> list[str]:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `doctor`; gives the exit status."""
-    from unisono.doctor import examine, worst_of
-    from unisono.doctor.network import Hosts
-    from unisono.runtime.run_folder import find_version
+    from unisono.launchers.runtime.run_folder import find_version
+    from unisono.observe.doctor import examine, worst_of
+    from unisono.observe.doctor.network import Hosts
 
     if options.hosts is None and (options.options or options.python):
         parser.error("--options and --python go with --hosts")

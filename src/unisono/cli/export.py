@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `export`; gives the exit status."""
-    from unisono.checkpoint import CheckpointError
-    from unisono.checkpoint.plain import export_model
+    from unisono.training.checkpoint import CheckpointError
+    from unisono.training.checkpoint.plain import export_model
 
     try:
         done = export_model(options.checkpoint, options.out, overwrite=options.overwrite)

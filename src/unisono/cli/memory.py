@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     check_program(options.program, parser, module=options.module)
     sizes, arguments = _split_sizes(options)
 
-    from unisono.footprint.script import ScriptError, predict_for_script
+    from unisono.predict.footprint.script import ScriptError, predict_for_script
 
     try:
         report = predict_for_script(options.program, arguments, module=options.module, **sizes)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli import run as run_workers
-from unisono.runtime.variables import name_observer
+from unisono.launchers.runtime.variables import name_observer
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.workers is not None and (options.workers[0] is not None or options.workers[1] < 2):
         parser.error("a plan is for a fixed number of workers, from 2 up: give one with -n")
     if options.methods:
-        from unisono.planner.candidates import check_specs
+        from unisono.predict.planner.candidates import check_specs
 
         if problem := check_specs(options.methods):
             parser.error(problem)
@@ -129,7 +129,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             "started": time.time(),
         }
         before = dict(os.environ)
-        os.environ.update(name_observer("unisono.planner.worker", **asked))
+        os.environ.update(name_observer("unisono.predict.planner.worker", **asked))
         try:
             status = run_workers.run(options, parser)
         finally:  # also where `main` was called by a program
@@ -150,9 +150,9 @@ def _show(found: dict[str, Any], options: argparse.Namespace) -> int:
         print(f"unisono plan: {options.program} {why}, so nothing could be measured", file=sys.stderr)
         return 1
 
-    from unisono.planner.choice import choose
-    from unisono.planner.measured import Measured
-    from unisono.planner.report import plan_to_dict, write_report
+    from unisono.predict.planner.choice import choose
+    from unisono.predict.planner.measured import Measured
+    from unisono.predict.planner.report import plan_to_dict, write_report
 
     measured = Measured.from_dict(found["measured"])
     choice = choose(measured, options.allow)

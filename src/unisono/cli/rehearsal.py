@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from unisono.cli.arguments import parse_count
-from unisono.runtime.machine import usable_cores
+from unisono.launchers.runtime.machine import usable_cores
 
 __all__ = ["add_options", "check_options", "rehearse"]
 
@@ -62,10 +62,10 @@ def rehearse(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 def _run_dry(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from unisono.rehearsal.dry import DryRequest
-    from unisono.rehearsal.dry import rehearse as run_dry
-    from unisono.rehearsal.dry_report import write_dry_report
-    from unisono.runtime.link_text import parse_link
+    from unisono.launchers.runtime.link_text import parse_link
+    from unisono.predict.rehearsal.dry import DryRequest
+    from unisono.predict.rehearsal.dry import rehearse as run_dry
+    from unisono.predict.rehearsal.dry_report import write_dry_report
 
     workers = options.workers[1]
     per_host = options.workers_per_host or workers
@@ -96,7 +96,7 @@ def _run_dry(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 def _run_small(options: argparse.Namespace) -> int:
-    from unisono.rehearsal.small import SmallRequest, compare_worlds
+    from unisono.predict.rehearsal.small import SmallRequest, compare_worlds
 
     program = [*(["-m"] if options.module else []), options.program, *options.arguments]
     request = SmallRequest(

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.runtime.run_folder import NoSuchRun, find_run
+from unisono.launchers.runtime.run_folder import NoSuchRun, find_run
 
 if TYPE_CHECKING:
-    from unisono.reports.summary import Summary
-    from unisono.runs.reading import RunReader
+    from unisono.observe.reports.summary import Summary
+    from unisono.observe.runs.reading import RunReader
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `report`; gives the exit status."""
     if len(options.runs) > 1 and (options.trace or options.png):
         parser.error("--png and --trace are of one run; give one")
-    from unisono.reports.summary import compare_with, summarise
+    from unisono.observe.reports.summary import compare_with, summarise
 
     try:
         readers = [_read(name) for name in options.runs]
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _read(name: str) -> RunReader:
-    from unisono.runs.reading import RunReader
+    from unisono.observe.runs.reading import RunReader
 
     reader = RunReader(find_run(name))
     reader.poll()
@@ -84,8 +84,8 @@ def _read(name: str) -> RunReader:
 def _print(found: list[Summary]) -> None:
     from rich.console import Console
 
-    from unisono.reports.side_by_side import list_differences
-    from unisono.reports.text import print_report, print_side_by_side
+    from unisono.observe.reports.side_by_side import list_differences
+    from unisono.observe.reports.text import print_report, print_side_by_side
 
     console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 140)
     if len(found) == 1:
@@ -96,9 +96,9 @@ def _print(found: list[Summary]) -> None:
 
 def _write_files(options: argparse.Namespace, readers: list[RunReader], found: list[Summary]) -> bool:
     """Write what was asked for; False, and a word, where that cannot be done."""
-    from unisono.reports.page import make_page
-    from unisono.reports.picture import draw
-    from unisono.reports.trace import write_trace
+    from unisono.observe.reports.page import make_page
+    from unisono.observe.reports.picture import draw
+    from unisono.observe.reports.trace import write_trace
 
     jobs: list[tuple[Path | None, Callable[[Path], object]]] = [
         (options.html, lambda path: path.write_text(make_page(found), encoding="utf-8")),

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono import on
 from unisono.cli import rehearsal
 from unisono.cli.arguments import add_methods_option, check_program, parse_count, parse_folder, parse_seconds
 from unisono.cli.strategy_option import check_strategy
 from unisono.cli.watch import add_page_options, show_page
+from unisono.launchers import on
 from unisono.launchers.job import Adapt, ElasticSettings, Job
 from unisono.launchers.output import FOLDER
-from unisono.runtime.run_folder import RunFolder, find_runs_folder
+from unisono.launchers.runtime.run_folder import RunFolder, find_runs_folder
 
 if TYPE_CHECKING:
     from unisono.launchers.engines.engine import Engine
@@ -234,7 +234,7 @@ def _fed(record: RunFolder, asked: str) -> Iterator[None]:
         finally:
             record.end()
         return
-    from unisono.runs.feeding import start_feeding, stop_feeding
+    from unisono.observe.runs.feeding import start_feeding, stop_feeding
 
     feeding = start_feeding(record.path, asked)
     try:
@@ -253,7 +253,7 @@ def _check_log(options: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     name = "--log" if options.log is not None else "UNISONO_LOG"
     options.log = (os.environ.get(name, "") if options.log is None else options.log) if recorded else ""
     if options.log:
-        from unisono.runs.sinks import read_asked
+        from unisono.observe.runs.sinks import read_asked
 
         try:
             read_asked(options.log)

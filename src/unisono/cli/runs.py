@@ -7,7 +7,7 @@ import json
 import sys
 
 from unisono.cli.arguments import parse_count
-from unisono.runtime.run_folder import find_runs_folder, list_runs
+from unisono.launchers.runtime.run_folder import find_runs_folder, list_runs
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
@@ -34,9 +34,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `runs`; gives the exit status."""
     from rich.console import Console
 
-    from unisono.reports.summary import show_time, summarise
-    from unisono.reports.text import list_run, print_runs
-    from unisono.runs.reading import RunReader
+    from unisono.observe.reports.summary import show_time, summarise
+    from unisono.observe.reports.text import list_run, print_runs
+    from unisono.observe.runs.reading import RunReader
 
     found = []
     for folder in list_runs()[: options.last]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from unisono.cli.arguments import parse_count
 
 if TYPE_CHECKING:
-    from unisono.simulation.cluster import Cluster
-    from unisono.simulation.methods import Method
-    from unisono.simulation.plan_file import Plan
+    from unisono.predict.simulation.cluster import Cluster
+    from unisono.predict.simulation.methods import Method
+    from unisono.predict.simulation.plan_file import Plan
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
@@ -108,10 +108,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.plan is not None and (options.parameters is not None or options.compute is not None):
         parser.error("--plan has the step already: leave out --parameters and --compute, or --plan")
 
-    from unisono.simulation.picture import check_path, draw
-    from unisono.simulation.quantities import parse_counts
-    from unisono.simulation.report import write_report
-    from unisono.simulation.study import study
+    from unisono.predict.simulation.picture import check_path, draw
+    from unisono.predict.simulation.quantities import parse_counts
+    from unisono.predict.simulation.report import write_report
+    from unisono.predict.simulation.study import study
 
     try:
         workers = parse_counts(options.workers, "--workers")
@@ -156,10 +156,10 @@ def _check_workers(workers: list[int], per_host: int) -> None:
 
 def _read(options: argparse.Namespace) -> tuple[Cluster, list[Method], str]:
     """The cluster, the methods, and a title, from the options."""
-    from unisono.simulation.methods import DEFAULT_METHODS, Workload, make_method
-    from unisono.simulation.plan_file import read_plan
-    from unisono.simulation.quantities import parse_number
-    from unisono.spec.grammar import split_specs
+    from unisono.methods.spec.grammar import split_specs
+    from unisono.predict.simulation.methods import DEFAULT_METHODS, Workload, make_method
+    from unisono.predict.simulation.plan_file import read_plan
+    from unisono.predict.simulation.quantities import parse_number
     from unisono.units import parse_duration, show_duration
 
     specs = split_specs(options.strategies or "")
@@ -181,10 +181,10 @@ def _read(options: argparse.Namespace) -> tuple[Cluster, list[Method], str]:
 def _read_cluster(options: argparse.Namespace, plan: Plan | None) -> Cluster:
     from dataclasses import replace
 
-    from unisono.costs import Link
-    from unisono.simulation.cluster import Cluster
-    from unisono.simulation.failures import Failures
-    from unisono.simulation.stragglers import parse_stragglers
+    from unisono.predict.costs import Link
+    from unisono.predict.simulation.cluster import Cluster
+    from unisono.predict.simulation.failures import Failures
+    from unisono.predict.simulation.stragglers import parse_stragglers
     from unisono.units import parse_duration
 
     failures = Failures(
@@ -219,7 +219,7 @@ def _read_cluster(options: argparse.Namespace, plan: Plan | None) -> Cluster:
 
 
 def _read_link(text: str, name: str) -> tuple[float, float]:
-    from unisono.runtime.link_text import parse_link
+    from unisono.launchers.runtime.link_text import parse_link
 
     try:
         link = parse_link(text)

@@ -17,9 +17,9 @@ from pathlib import Path
 __all__ = ["check_strategy"]
 
 _VARIABLE = "UNISONO_STRATEGY"
-_OURS = Path("spec", "grammar.py")  # in a folder that is unisono itself
+_OURS = Path("cli", "strategy_option.py")  # in a folder that is unisono itself
 _ADDS_METHODS = re.compile(
-    r"unisono\.(spec|strategies|reducers)\b|\bimport\b.*\bspec\b|\bspec\.extend\b|\bextend\(\s*(strategies|reducers|\*\*)"
+    r"unisono\.(methods\.)?(spec|strategies|reducers)\b|\bimport\b.*\bspec\b|\bspec\.extend\b|\bextend\(\s*(strategies|reducers|\*\*)"
 )
 _MOST_FILES, _MOST_FOLDERS = 2000, 5000
 
@@ -30,7 +30,7 @@ def check_strategy(options: argparse.Namespace, parser: argparse.ArgumentParser)
     text = (os.environ.get(_VARIABLE, "") if text is None else text).strip()
     if not text:
         return
-    from unisono.spec.catalog import find_unknown
+    from unisono.methods.spec.catalog import find_unknown
 
     try:
         problem = find_unknown(text)

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `top`; gives the exit status."""
-    from unisono.live.terminal import show_top
-    from unisono.runtime.run_folder import NoSuchRun, find_run
+    from unisono.launchers.runtime.run_folder import NoSuchRun, find_run
+    from unisono.observe.live.terminal import show_top
 
     try:
         folder = find_run(options.run_name)

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from unisono.runtime.run_folder import RunFolder
+from unisono.launchers.runtime.run_folder import RunFolder
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "add_page_options", "run", "show_page"]
 
@@ -42,8 +42,8 @@ def _parse_port(text: str) -> int:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `watch`; gives the exit status."""
-    from unisono.live.beside import NoPage, open_address, open_in_browser
-    from unisono.runtime.run_folder import NoSuchRun, find_run
+    from unisono.launchers.runtime.run_folder import NoSuchRun, find_run
+    from unisono.observe.live.beside import NoPage, open_address, open_in_browser
 
     try:
         folder = find_run(options.run_name)
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         _say(open_in_browser(opened.url))
 
     from unisono.launchers.stacks import ask_for_stacks
-    from unisono.live.server import serve_page
+    from unisono.observe.live.server import serve_page
 
     serve_page(folder, opened.listener, opened.token, bound=opened.bound, stays=True, ask_for_stacks=ask_for_stacks)
     return 0
@@ -84,7 +84,7 @@ def show_page(options: argparse.Namespace, record: RunFolder | None) -> Iterator
     """A page of the run, if one was asked for. Where there can be none, that is said, and the run goes on without."""
     page = None
     if options.page or options.page_port is not None or options.page_open or options.page_stay:
-        from unisono.live.beside import NoPage, PageBeside, open_address, open_in_browser
+        from unisono.observe.live.beside import NoPage, PageBeside, open_address, open_in_browser
 
         try:
             if record is None:

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime.event_loop import EventLoop
-from unisono.runtime.local_channel import LocalChannel
-from unisono.runtime.private_folder import find_private_folder
+from unisono.launchers.runtime.event_loop import EventLoop
+from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.private_folder import find_private_folder
 
 __all__ = ["Control", "Gone", "RunStatus", "ask", "ask_anything", "list_runs"]
 

@@ -12,11 +12,11 @@ from socket import create_server, socket
 from typing import TYPE_CHECKING
 
 from unisono.launchers.job import Job
-from unisono.runtime.stops import DEBUGGER, DEBUGGER_WAIT_S, PDB
+from unisono.launchers.runtime.stops import DEBUGGER, DEBUGGER_WAIT_S, PDB
 
 if TYPE_CHECKING:
-    from unisono.runtime.debugger.hub import Hub
-    from unisono.runtime.debugger.terminal import TerminalPrompt
+    from unisono.launchers.runtime.debugger.hub import Hub
+    from unisono.launchers.runtime.debugger.terminal import TerminalPrompt
 
 __all__ = ["RunDebugger"]
 
@@ -57,7 +57,7 @@ class RunDebugger:
 
     def start(self) -> None:
         """Serve: a worker is about to connect."""
-        from unisono.runtime.debugger.attaching import announce
+        from unisono.launchers.runtime.debugger.attaching import announce
 
         hub = self._hub or self._make_hub()
         if not hub.is_serving:
@@ -65,9 +65,9 @@ class RunDebugger:
             announce(hub, self._job.describe_program())
 
     def _make_hub(self) -> Hub:
-        from unisono.runtime.debugger import make_token
-        from unisono.runtime.debugger.hub import Hub
-        from unisono.runtime.debugger.terminal import TerminalPrompt
+        from unisono.launchers.runtime.debugger import make_token
+        from unisono.launchers.runtime.debugger.hub import Hub
+        from unisono.launchers.runtime.debugger.terminal import TerminalPrompt
 
         self._hub = hub = Hub(self.listener, make_token(self._secret), self._say)
         hub.how_to_attach = f"unisono debug {hub.run}"
@@ -81,7 +81,7 @@ class RunDebugger:
             self.listener.close()
             return
         if self._hub.is_serving:
-            from unisono.runtime.debugger.attaching import forget
+            from unisono.launchers.runtime.debugger.attaching import forget
 
             forget(self._hub)
         self._hub.close()

@@ -15,9 +15,9 @@ from typing import Any, Generic
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
 from unisono.launchers.failures import Failure, Outcome, fail_run
 from unisono.launchers.job import ElasticSettings
+from unisono.launchers.runtime.local_channel import LocalChannel
 from unisono.launchers.scaling import Scaling
 from unisono.launchers.supervisor import Supervisor, W
-from unisono.runtime.local_channel import LocalChannel
 
 __all__ = ["LOOK_S", "ElasticSupervisor", "WorkerConnection"]
 

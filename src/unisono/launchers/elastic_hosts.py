@@ -25,8 +25,8 @@ from unisono.launchers.engines.engine import Engine
 from unisono.launchers.failures import SETTLE_S, Outcome
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
 from unisono.launchers.remote_worker import RemoteWorker
-from unisono.runtime.channel import Channel, Frame
-from unisono.runtime.stack_text import judge
+from unisono.launchers.runtime.channel import Channel, Frame
+from unisono.launchers.runtime.stack_text import judge
 
 __all__ = ["ElasticHostsRun"]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from unisono.launchers.elastic import LOOK_S, ElasticSupervisor, WorkerConnection
 from unisono.launchers.job import ElasticSettings
 from unisono.launchers.local_worker import LocalWorker
-from unisono.runtime import membership
-from unisono.runtime.local_channel import LocalChannel
-from unisono.runtime.memfd import anonymous_file
+from unisono.launchers.runtime import membership
+from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.memfd import anonymous_file
 
 if TYPE_CHECKING:
     from unisono.launchers.local import LocalRun

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from unisono.runtime.sigterm import PREEMPTED
+from unisono.launchers.runtime.sigterm import PREEMPTED
 
 __all__ = [
     "EngineError",

@@ -26,7 +26,7 @@ from typing import Any
 from unisono.launchers.fork_context import process_context, soft_limits
 from unisono.launchers.job import StartMethod
 from unisono.launchers.processes import Command, FreshProcess, Process, Streams, send_by_pid_fd
-from unisono.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.local_channel import LocalChannel
 
 __all__ = ["ForkStarter", "NoServer", "connect_starter", "server_command", "server_environment"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unisono.launchers.output import Mode
-from unisono.runtime.run_folder import RunFolder
-from unisono.runtime.status import BEAT_S
+from unisono.launchers.runtime.run_folder import RunFolder
+from unisono.launchers.runtime.status import BEAT_S
 
 __all__ = ["Adapt", "ElasticSettings", "Job", "StartMethod", "TimedOut"]
 

@@ -20,8 +20,8 @@ from unisono.launchers.failures import WorkerError, format_preemption
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
 from unisono.launchers.local import LocalRun
 from unisono.launchers.output import MODES, Mode
+from unisono.launchers.runtime.memfd import anonymous_file
 from unisono.launchers.supervisor import Supervisor
-from unisono.runtime.memfd import anonymous_file
 
 if TYPE_CHECKING:
     from unisono.launchers.engines.engine import Engine

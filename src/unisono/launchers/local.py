@@ -25,15 +25,15 @@ from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.local_worker import LocalWorker
 from unisono.launchers.output import OutputClosed
 from unisono.launchers.processes import Command, Pipes, open_starter
+from unisono.launchers.runtime.memfd import anonymous_file
+from unisono.launchers.runtime.secret import SECRET
+from unisono.launchers.runtime.stack_dump import VARIABLE as STACKS
+from unisono.launchers.runtime.stack_text import WorkerStack, judge
+from unisono.launchers.runtime.status import StatusPage
 from unisono.launchers.stacks import StackFiles
 from unisono.launchers.store import HostedStore
 from unisono.launchers.supervisor import Schedule, Supervisor
 from unisono.launchers.worker_state import Worker
-from unisono.runtime.memfd import anonymous_file
-from unisono.runtime.secret import SECRET
-from unisono.runtime.stack_dump import VARIABLE as STACKS
-from unisono.runtime.stack_text import WorkerStack, judge
-from unisono.runtime.status import StatusPage
 
 if TYPE_CHECKING:
     from unisono.launchers.elastic_local import LocalElastic

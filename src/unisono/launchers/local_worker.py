@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from unisono.launchers.processes import Pipes, Process
+from unisono.launchers.runtime.status import StatusPage, WorkerStatus
 from unisono.launchers.worker_state import Worker
-from unisono.runtime.status import StatusPage, WorkerStatus
 
 __all__ = ["LocalWorker"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from unisono.launchers.runtime.channel import Channel
+from unisono.launchers.runtime.status import WorkerStatus
 from unisono.launchers.worker_state import Worker
-from unisono.runtime.channel import Channel
-from unisono.runtime.status import WorkerStatus
 
 __all__ = ["RemoteWorker"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from unisono.launchers.control import Gone, ask_anything
 from unisono.launchers.job import Job
-from unisono.runtime.run_folder import NoSuchRun, find_run, is_running, read_run
-from unisono.runtime.stack_dump import StackFile, list_children, read_stacks, read_state
-from unisono.runtime.stack_text import SILENT_S, Verdict, WorkerStack, find_standing, judge
-from unisono.runtime.status import StatusPage
+from unisono.launchers.runtime.run_folder import NoSuchRun, find_run, is_running, read_run
+from unisono.launchers.runtime.stack_dump import StackFile, list_children, read_stacks, read_state
+from unisono.launchers.runtime.stack_text import SILENT_S, Verdict, WorkerStack, find_standing, judge
+from unisono.launchers.runtime.status import StatusPage
 
 __all__ = ["HangReports", "StackFiles", "answer_stacks", "ask_for_report", "ask_for_stacks", "find_launcher"]
 

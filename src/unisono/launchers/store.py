@@ -6,10 +6,10 @@ import secrets
 from socket import create_server, socket
 from typing import TYPE_CHECKING
 
-from unisono.runtime.secret import SECRET, STORE, derive_secret
+from unisono.launchers.runtime.secret import SECRET, STORE, derive_secret
 
 if TYPE_CHECKING:
-    from unisono.runtime.store_server import StoreServer
+    from unisono.launchers.runtime.store_server import StoreServer
 
 __all__ = ["HostedStore", "store_variables"]
 
@@ -36,7 +36,7 @@ class HostedStore:
 
     def start(self) -> None:
         """Serve; only now is the server imported, as many programs never ask for it."""
-        from unisono.runtime.store_server import StoreServer
+        from unisono.launchers.runtime.store_server import StoreServer
 
         self._server = StoreServer(self.listener, derive_secret(self._secret.encode(), "store"))
         self._server.start()

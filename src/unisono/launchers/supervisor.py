@@ -21,11 +21,11 @@ from unisono.launchers.failures import SETTLE_S, Failure, Outcome, first_failure
 from unisono.launchers.fault_report import FaultReport, read_faults
 from unisono.launchers.job import Job
 from unisono.launchers.output import Output
+from unisono.launchers.runtime.event_loop import EventLoop
+from unisono.launchers.runtime.private_folder import NotPrivate
+from unisono.launchers.runtime.stack_text import WorkerStack, judge
 from unisono.launchers.stacks import HangReports, answer_stacks
 from unisono.launchers.worker_state import Worker
-from unisono.runtime.event_loop import EventLoop
-from unisono.runtime.private_folder import NotPrivate
-from unisono.runtime.stack_text import WorkerStack, judge
 
 if TYPE_CHECKING:
     from unisono.launchers.elastic import ElasticSupervisor

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from unisono.launchers.failures import Failure, failure_of_exit, read_failure
-from unisono.runtime.status import WorkerStatus
+from unisono.launchers.runtime.status import WorkerStatus
 
 __all__ = ["Worker"]
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from unisono.background import in_background
-from unisono.model_copies import add_hook
-from unisono.runtime.frames import warn_user
+from unisono.launchers.runtime.frames import warn_user
+from unisono.methods.model_copies import add_hook
 from unisono.world.transports.arithmetic import count_span_bytes
 
 __all__ = ["BatchWeights", "Drawn", "WeightListener", "watch_calls"]

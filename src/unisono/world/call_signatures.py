@@ -20,7 +20,7 @@ from zlib import crc32
 
 from torch import Tensor
 
-from unisono.runtime.frames import find_site, warn_user
+from unisono.launchers.runtime.frames import find_site, warn_user
 from unisono.world.ledger import Ledger
 from unisono.world.transports import CallDescription, Mismatch, PeerLost
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle, in_background
-from unisono.runtime.membership import Assignment, Membership
+from unisono.launchers.runtime.membership import Assignment, Membership
 from unisono.world.transports import PeerLost
 
 if TYPE_CHECKING:

@@ -149,7 +149,7 @@ class Sent:
 
 
 class LedgerListener(Protocol):
-    """Called for each step and event as it is entered, in the thread that enters it (see unisono.runs)."""
+    """Called for each step and event as it is entered, in the thread that enters it (see unisono.observe.runs)."""
 
     def on_row(self, row: Row) -> None: ...
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle, SerialQueue, in_background
-from unisono.runtime import status, stops
-from unisono.runtime.variables import are_checks_on
-from unisono.runtime.watchdog import find_watchdog
+from unisono.launchers.runtime import status, stops
+from unisono.launchers.runtime.variables import are_checks_on
+from unisono.launchers.runtime.watchdog import find_watchdog
 from unisono.world.call_signatures import Call, CallHistory, note_trouble
 from unisono.world.ledger import Ledger, Record
 from unisono.world.transports import Mismatch, Op, PeerLost, Transport

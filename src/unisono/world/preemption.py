@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.runtime import sigterm
+from unisono.launchers.runtime import sigterm
 from unisono.world.rendezvous import join
 from unisono.world.world import World
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unisono.costs import all_reduce_bytes
+from unisono.predict.costs import all_reduce_bytes
 from unisono.world.world import World
 
 __all__ = ["measure_link", "take_slowest", "time_runs"]

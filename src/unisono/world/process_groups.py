@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.runtime.variables import read_timeout_s
+from unisono.launchers.runtime.variables import read_timeout_s
 from unisono.world.ledger import Ledger
 from unisono.world.rendezvous import meet_in_store
 from unisono.world.world import World

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.runtime import debugger
-from unisono.runtime.frames import hide_frames_of_uncaught, warn_user
-from unisono.runtime.machine import read_boot_id
-from unisono.runtime.membership import Assignment, HostsMembership, Membership, find_membership
-from unisono.runtime.place import Place, number, read_place
-from unisono.runtime.variables import read_attempt, read_host, read_timeout_s
+from unisono.launchers.runtime import debugger
+from unisono.launchers.runtime.frames import hide_frames_of_uncaught, warn_user
+from unisono.launchers.runtime.machine import read_boot_id
+from unisono.launchers.runtime.membership import Assignment, HostsMembership, Membership, find_membership
+from unisono.launchers.runtime.place import Place, number, read_place
+from unisono.launchers.runtime.variables import read_attempt, read_host, read_timeout_s
 from unisono.world.elastic import Elastic
 from unisono.world.ledger import Ledger
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store

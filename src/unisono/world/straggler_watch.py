@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.runtime.place_sampler import PlaceSampler
-from unisono.runtime.processor_wait import ProcessorWait
-from unisono.runtime.variables import are_checks_on
+from unisono.launchers.runtime.place_sampler import PlaceSampler
+from unisono.launchers.runtime.processor_wait import ProcessorWait
+from unisono.launchers.runtime.variables import are_checks_on
 from unisono.world.ledger import KEPT
 from unisono.world.links import LinkProbe
 from unisono.world.speeds import Balance, deal_by_speed

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unisono.runtime.trace_file import TraceFile
+from unisono.launchers.runtime.trace_file import TraceFile
 from unisono.units import as_json
 from unisono.world.ledger import Event, Ledger, Record, Row, Span, Totals
 from unisono.world.world import World

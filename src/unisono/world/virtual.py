@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from unisono.runtime.debugger import RankThreads
-from unisono.runtime.frames import CalledByAll
+from unisono.launchers.runtime.debugger import RankThreads
+from unisono.launchers.runtime.frames import CalledByAll
 from unisono.world.ledger import Ledger
 from unisono.world.rendezvous import enter
 from unisono.world.transports import PeerLost

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle
-from unisono.costs import all_reduce_bytes
+from unisono.predict.costs import all_reduce_bytes
 from unisono.world.batch_weights import BatchWeights, WeightListener
 from unisono.world.call_signatures import shapes_of
 from unisono.world.inference import in_plain_memory, leave_inference, name_frame

@@ -23,13 +23,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.runtime import membership
+from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
+from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.memfd import anonymous_file
+from unisono.launchers.runtime.place import Place
+from unisono.launchers.runtime.status import StatusPage
 from unisono.launchers.worker.agent import UNREACHED, Agent
-from unisono.runtime import membership
-from unisono.runtime.channel import Channel, Frame, Unreachable, connect
-from unisono.runtime.local_channel import LocalChannel
-from unisono.runtime.memfd import anonymous_file
-from unisono.runtime.place import Place
-from unisono.runtime.status import StatusPage
 
 __all__ = ["ElasticAgent"]
 

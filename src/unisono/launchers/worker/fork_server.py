@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from unisono.runtime.local_channel import LocalChannel
+    from unisono.launchers.runtime.local_channel import LocalChannel
 
 __all__: list[str] = []
 
@@ -112,7 +112,7 @@ class _Server:
 
     def __init__(self, fd: int, owner: int, idle_s: float, path: str) -> None:
         from unisono.launchers.fork_context import process_context, start_variables
-        from unisono.runtime.local_channel import LocalChannel
+        from unisono.launchers.runtime.local_channel import LocalChannel
 
         self.door, self.idle_s, self.path = LocalChannel(fd), idle_s, path
         self.door.set_timeout(0)
@@ -414,7 +414,7 @@ def _refresh_modules(server_threads: str) -> None:
     """Reset what libraries found out at import, or must not share with the server: seeds, threads, caches."""
     import tempfile
 
-    from unisono.runtime import status
+    from unisono.launchers.runtime import status
 
     status.attach()
     tempfile.tempdir = None

@@ -21,7 +21,7 @@ from typing import Any
 from unisono.launchers import guard
 from unisono.launchers.engines.engine import AGENT
 from unisono.launchers.processes import pid_fd
-from unisono.runtime.channel import Channel, Unreachable, connect
+from unisono.launchers.runtime.channel import Channel, Unreachable, connect
 
 __all__ = ["serve_host"]
 

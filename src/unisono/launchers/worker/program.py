@@ -138,7 +138,7 @@ def _replace_breakpoints() -> None:
     """`breakpoint()` of the program means un.breakpoint(): pdb would ask a terminal that a worker does not have."""
 
     def stop(*_: object, **__: object) -> None:
-        importlib.import_module("unisono.runtime.debugger").breakpoint()
+        importlib.import_module("unisono.launchers.runtime.debugger").breakpoint()
 
     if "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = stop
@@ -254,7 +254,7 @@ def _open_debugger(error: BaseException) -> None:
     if os.environ.get("UNISONO_PDB") == "1":
         _cut_frames(error)
         try:
-            importlib.import_module("unisono.runtime.debugger").post_mortem(error)
+            importlib.import_module("unisono.launchers.runtime.debugger").post_mortem(error)
         except SystemExit:  # the run was ended from the prompt; the error is reported as ever
             return
 
@@ -270,14 +270,14 @@ def _cut_frames(error: BaseException) -> types.TracebackType | None:
 
 def _note_ending(call: str, how: object) -> None:
     """Note how the program ended, for ranks that still wait for this one, if it used any."""
-    ending = sys.modules.get("unisono.runtime.exit_status")
+    ending = sys.modules.get("unisono.launchers.runtime.exit_status")
     if ending is not None:
         getattr(ending, call)(how)
 
 
 def _is_preempted(stop: SystemExit) -> bool:
     """Whether the ranks have agreed to leave after SIGTERM, and the program does so with the status for it."""
-    sigterm = sys.modules.get("unisono.runtime.sigterm")
+    sigterm = sys.modules.get("unisono.launchers.runtime.sigterm")
     return sigterm is not None and sigterm.has_agreed() and stop.code == sigterm.PREEMPTED
 
 

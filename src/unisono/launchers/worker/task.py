@@ -55,7 +55,7 @@ def replace_tables(
 
     def lift(value: Any) -> Any:
         if is_table(value):
-            from unisono.runtime.table_part import TablePart  # imports numpy
+            from unisono.launchers.runtime.table_part import TablePart  # imports numpy
 
             number = next((i for i, table in enumerate(tables) if table is value), len(tables))
             if number == len(tables):

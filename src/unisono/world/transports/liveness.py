@@ -8,8 +8,8 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from unisono.runtime.machine import read_boot_id, read_namespaces
-from unisono.runtime.variables import read_host
+from unisono.launchers.runtime.machine import read_boot_id, read_namespaces
+from unisono.launchers.runtime.variables import read_host
 from unisono.world.transports import CallDescription, Mismatch, PeerLost, tell_at_exit
 from unisono.world.transports.connections import find_address, has_ended, limit_silence, probe
 from unisono.world.transports.meeting_page import ProcessWatch

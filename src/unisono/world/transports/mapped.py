@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unisono.runtime.huge_pages import HUGE, fill_with_huge_pages, map_shared
+from unisono.launchers.runtime.huge_pages import HUGE, fill_with_huge_pages, map_shared
 from unisono.world.transports import Mismatch
 
 PAGE = mmap.PAGESIZE

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
-from unisono.runtime import stops
-from unisono.runtime.exit_status import ENDED
-from unisono.runtime.frames import find_current_call
+from unisono.launchers.runtime import stops
+from unisono.launchers.runtime.exit_status import ENDED
+from unisono.launchers.runtime.frames import find_current_call
 from unisono.world.transports import (
     DTYPE_CODES,
     DTYPES,

@@ -14,9 +14,9 @@ import threading
 import time
 import weakref
 
-from unisono.runtime import stack_dump, status, watchdog
-from unisono.runtime.place_sampler import list_frames
-from unisono.runtime.stack_text import WorkerStack, find_kind, judge
+from unisono.launchers.runtime import stack_dump, status, watchdog
+from unisono.launchers.runtime.place_sampler import list_frames
+from unisono.launchers.runtime.stack_text import WorkerStack, find_kind, judge
 
 __all__ = ["BYTES", "Neighbours"]
 

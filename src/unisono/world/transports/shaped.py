@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unisono.runtime.link_emulation import Wire
-from unisono.runtime.link_text import Link, parse_link
-from unisono.runtime.machine import read_boot_id
+from unisono.launchers.runtime.link_emulation import Wire
+from unisono.launchers.runtime.link_text import Link, parse_link
+from unisono.launchers.runtime.machine import read_boot_id
 from unisono.world.transports import CallDescription, Op, Transport, find_group
 from unisono.world.transports.arithmetic import NATIVE, count_bytes
 from unisono.world.transports.gloo import SEGMENT, SMALL, TINY, goes_at_once

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unisono.costs import sent_share
+from unisono.predict.costs import sent_share
 from unisono.world.transports import UNKNOWN, Op, Transport, find_group
 from unisono.world.transports.arithmetic import count_bytes, multiply
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
-from unisono.runtime import stops
-from unisono.runtime.frames import find_current_call
-from unisono.runtime.huge_pages import map_shared
-from unisono.runtime.memfd import anonymous_file
+from unisono.launchers.runtime import stops
+from unisono.launchers.runtime.frames import find_current_call
+from unisono.launchers.runtime.huge_pages import map_shared
+from unisono.launchers.runtime.memfd import anonymous_file
 from unisono.world.transports import (
     CallDescription,
     CallSignature,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.runtime.machine import read_boot_id, read_namespaces
-from unisono.runtime.variables import may_share_memory, read_host
+from unisono.launchers.runtime.machine import read_boot_id, read_namespaces
+from unisono.launchers.runtime.variables import may_share_memory, read_host
 from unisono.world.transports import UNKNOWN, CallSignature, Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import widen
 from unisono.world.transports.connections import limit_silence

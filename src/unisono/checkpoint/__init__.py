@@ -1,7 +1,0 @@
-"""Checkpoints: a whole training run in a folder, written atomically, checksummed, for any number of workers."""
-
-from __future__ import annotations
-
-from unisono.checkpoint.checkpoint import CheckpointError, Loaded, ModelPart, Savable, load, save
-
-__all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "load", "save"]

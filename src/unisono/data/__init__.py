@@ -1,7 +1,0 @@
-"""`un.shard`: which samples are mine. Even, stratified, balanced by cost; each sample once an epoch."""
-
-from __future__ import annotations
-
-from unisono.data.shards import Shard, shard
-
-__all__ = ["Shard", "shard"]

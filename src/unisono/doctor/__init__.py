@@ -1,8 +1,0 @@
-"""`unisono doctor`: what is installed, which transports and devices work here, what limits them, and what to do."""
-
-from __future__ import annotations
-
-from unisono.doctor.examination import examine
-from unisono.doctor.findings import Finding, worst_of
-
-__all__ = ["Finding", "examine", "worst_of"]

@@ -1,0 +1,134 @@
+"""Facts: what a method says of itself, in its own file, for the conformance suite to hold it to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
+
+from unisono.predict.costs import all_reduce_bytes
+
+__all__ = ["Convergence", "Example", "Facts", "Grade", "Sizes"]
+
+# exact: as one process on the joined batches. rounded: each number is off by a little. compressed: most is left out,
+# and made up for later or in the mean over steps. other: another course of training, which may end elsewhere.
+Grade = Literal["exact", "rounded", "compressed", "other"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the bytes of a reduction depend on: the shapes of a bucket's float32 tensors, the ranks, the step.
+
+    >>> Sizes([(10, 3), (5,)], ranks=4, step=0).all_reduce(100)
+    150
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    ranks: int
+    step: int
+    look_up: Callable[[str, Sizes], int] = field(default=lambda spec, sizes: 0, repr=False)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in the bucket's line: every tensor starts on a cache line of 64 bytes."""
+        return sum(16 * -(-_count(shape) // 16) for shape in self.shapes)
+
+    @property
+    def matrices(self) -> list[tuple[int, ...]]:
+        """The shapes of two dimensions or more, the empty ones left out."""
+        return [shape for shape in self.shapes if len(shape) >= 2 and _count(shape)]
+
+    @property
+    def in_vectors(self) -> int:
+        """Numbers in tensors of fewer than two dimensions."""
+        return sum(_count(shape) for shape in self.shapes if len(shape) < 2)
+
+    def all_reduce(self, nbytes: int) -> int:
+        """What one rank sends to all-reduce so many bytes."""
+        return all_reduce_bytes(nbytes, self.ranks)
+
+    def gather(self, nbytes: int) -> int:
+        """What one rank sends so that every other rank has these bytes."""
+        return (self.ranks - 1) * nbytes
+
+    def share(self, n: int) -> int:
+        """Numbers in one rank's share of a line of n: shares start at multiples of 64."""
+        return 64 * math.ceil(n / self.ranks / 64)
+
+    def sent_by(self, spec: str, shapes: Sequence[tuple[int, ...]] | None = None) -> int:
+        """Bytes that another method's example sends for these tensors (None: all); for methods that wrap others."""
+        return self.look_up(spec, self if shapes is None else Sizes(shapes, self.ranks, self.step, self.look_up))
+
+
+def _count(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A spec that the suite tests a method with, and what is true of it.
+
+    exact: a reducer's mean is the true mean; training under a strategy is one process's on the joined batches.
+    rounds_mean: the mean itself is rounded, on all ranks alike, and no rank keeps that part.
+
+    Of a reducer:
+    memory: it keeps what it did not send, and sends it later.
+    conserves: what was given and not sent is what is kept (not if momentum is kept too).
+    bytes: a closed form of the bytes that one rank sends, which the ledger's count must equal (None: the data decide).
+
+    Of a strategy:
+    varies: what meets what depends on time, so two runs differ.
+    by_clock: it decides by times that it measured, so another machine may decide otherwise.
+    splits_state: a rank that is lost takes its part of the state along.
+    one_model: the ranks of a host have one model in common: what one writes to it, all have.
+    """
+
+    spec: str
+    _: KW_ONLY
+    exact: bool = False
+    rounds_mean: bool = False
+    memory: bool = True
+    conserves: bool = True
+    bytes: Callable[[Sizes], int] | None = None
+    varies: bool = False
+    by_clock: bool = False
+    splits_state: bool = False
+    one_model: bool = False
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """What a method does to training: how much, and in words."""
+
+    grade: Grade
+    note: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is true of a method. Its module has them as `FACTS`; the first example is used if one is enough.
+
+    refuses: settings that it refuses, and a word of the reason: `{"k=0": "fraction"}`.
+    convergence: its effect on training; None: that of the methods that it is put around. `unisono plan` tries a method
+        of itself where it says that.
+    plans: specs that `unisono plan` tries (None: its bare name).
+    unpredicted: why their step time cannot be predicted; empty: it can.
+
+    Of a reducer:
+    trains_as: specs of strategies to train with (none: `allreduce` with the first example).
+
+    Of a strategy:
+    own_gradients: gradients and momenta are each rank's own.
+    needs_adam: it takes over the step of an Adam.
+    """
+
+    examples: Sequence[Example]
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    _: KW_ONLY
+    convergence: Convergence | None = None
+    plans: Sequence[str] | None = None
+    unpredicted: str = ""
+    trains_as: Sequence[str] = ()
+    own_gradients: bool = False
+    needs_adam: bool = False

@@ -1,0 +1,405 @@
+"""The optimizer step on the host: blocks of master values and their state, in memory or on disk, chunk by chunk.
+
+ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857). A
+chunk is divided into cells; each thread takes the next cell and steps it tile by tile, in its cache: the gradient is
+cast, the optimizer steps, the new values are cast.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.methods.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk, Run, Spans
+from unisono.methods.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, bytes_on_disk, place_on_disk
+from unisono.methods.offload.disk import Disk
+from unisono.methods.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
+from unisono.methods.offload.optimizers import GroupStep, Rule, Settings, make_rule, read_settings
+
+__all__ = ["Block", "Run", "StepSettings", "Stepper", "disk_bytes"]
+
+_TILE = 1 << 17  # elements: their cast gradient is still in a core's cache when the optimizer reads it
+_PLAIN_TILE = 1 << 20  # where every call of a tile needs Python's lock
+_CELL = 1 << 16  # a thread takes a multiple of these elements at a time
+_CELLS = 8  # of a chunk, if there are no more threads than that; else one for each
+_OWN_CELL = 1 << 18  # for an optimizer without a fused kernel, which steps a cell at once
+
+
+class StepSettings(NamedTuple):
+    """The settings of all param groups for one step, and the step's number."""
+
+    groups: list[Settings]
+    step: int
+
+
+class Stepper:
+    """Steps the optimizer over blocks, one at a time, in place.
+
+    `moments=torch.bfloat16` keeps the state lines in 16 bits, rounded at random in proportion (`seed`), and computes in
+    the precision of the block. `engine`: "threads" for threads of our own, "omp" for those of each torch call.
+
+    >>> values = torch.zeros(8)
+    >>> optimizer = torch.optim.SGD([values], lr=0.5)
+    >>> stepper = Stepper(optimizer, [Block(values, [Run(0, 8, 0)])])
+    >>> out = torch.empty(8, dtype=torch.bfloat16)
+    >>> _ = stepper.begin()
+    >>> stepper.step(0, torch.ones(8, dtype=torch.bfloat16), out)
+    >>> out.tolist()[:2], values.tolist()[:2]
+    ([-0.5, -0.5], [-0.5, -0.5])
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        blocks: Iterable[Block] = (),
+        *,
+        moments: torch.dtype = torch.float32,
+        disk: Disk | None = None,
+        threads: int | None = None,
+        engine: Literal["threads", "omp"] = "threads",
+        chunk_elements: int = CHUNK_ELEMENTS,
+        seed: int = 0,
+    ) -> None:
+        if moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"got moments={moments}: expected torch.float32 or torch.bfloat16")
+        self.optimizer = optimizer
+        self.steps = 0  # calls of begin() so far; part of the state, as the rounding of 16-bit moments depends on it
+        self.blocks: list[Block] = []
+        self.buffers: ChunkBuffers | None = None  # that blocks on disk pass through
+        self._rule: Rule = make_rule(optimizer)
+        self._moments = moments
+        self._rounding = Rounding(seed, torch.device("cpu"))
+        self._workers = _Workers(engine, threads)
+        self._disk, self._chunk_elements = disk, chunk_elements
+        self._settings: StepSettings | None = None
+        self._unfinished: dict[int, int] = {}  # blocks whose step an error broke off, with the next chunk to step
+        self._lock = threading.RLock()
+        for block in blocks:
+            self.add(block)
+
+    def add(self, block: Block) -> Block:
+        """Take one more block, under the next index. One on disk is written there, and its `master` let go."""
+        block.prepare(len(self.blocks), self._rule, self.optimizer.param_groups, self._moments)
+        if block.home == "cpu":
+            assert block.master is not None
+            lines = {name: torch.full((block.length,), x, dtype=block.dtypes[name]) for name, x in block.first.items()}
+            block.chunks = [MemoryChunk({"master": block.master.detach(), **lines})]
+        else:
+            if self._disk is None:
+                raise ValueError('a block has home="disk" but no disk: Stepper(..., disk=Disk(folder, nbytes))')
+            if self.buffers is None:
+                self.buffers = ChunkBuffers(self._disk)
+            place_on_disk(block, self.buffers, self._chunk_elements)
+        self.blocks.append(block)
+        return block
+
+    def begin(self) -> StepSettings:
+        """Begin a step: the groups' settings as they are now hold for it, whatever a scheduler changes meanwhile."""
+        self.steps += 1
+        self._settings = StepSettings([read_settings(group) for group in self.optimizer.param_groups], self.steps)
+        return self._settings
+
+    def step(
+        self,
+        index: int,
+        gradient: Tensor,
+        out: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        absent: Iterable[tuple[int, int]] = (),
+        settings: StepSettings | None = None,
+    ) -> None:
+        """Step one block with `scale * gradient`; `out` receives the new values in its own dtype.
+
+        `absent` are ranges of elements without a gradient: they and their state stay as they are. `settings` is what
+        `begin` returned for this step, the latest by default. Padding between the runs is never stepped.
+        If the disk fails, `DiskError` is raised; after a `flush` that succeeds, the same call goes on where it ended.
+        """
+        self.start(index, gradient, out, scale=scale, absent=absent, settings=settings)()
+
+    def start(
+        self,
+        index: int,
+        gradient: Tensor,
+        out: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        absent: Iterable[tuple[int, int]] = (),
+        settings: StepSettings | None = None,
+    ) -> Callable[[], None]:
+        """Begin what `step` does; call what is returned to wait for its end, before the block is used again.
+
+        A block in memory is stepped in the background: another may be begun meanwhile. One on disk is done at once.
+        """
+        with self._lock:
+            settings = settings or self._settings
+            if settings is None:
+                raise RuntimeError("call begin() before the first step: it reads the optimizer's settings")
+            block = self.blocks[index]
+            _check_line("gradient", gradient, block.length)
+            if out is not None:
+                _check_line("out", out, block.length)
+            batches = block.steps.batches(absent, self._rule, settings.groups)
+            self._check_state(block, settings)
+            begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale))
+            if block.home == "cpu":
+                return partial(self._finish, block, batches, begin(block.chunks[0]))
+            assert self.buffers is not None
+            self.buffers.check()
+            for number in range(self._unfinished.get(index, 0), len(block.chunks)):
+                begin(block.chunks[number])()
+                self._unfinished[index] = number + 1
+                block.chunks[number].release()
+            self._unfinished.pop(index, None)
+            block.steps.advance(batches)
+            return lambda: None
+
+    def _begin_chunk(
+        self,
+        block: Block,
+        batches: list[Batch],
+        settings: StepSettings,
+        gradient: Tensor,
+        out: Tensor | None,
+        scale: float,
+        chunk: Chunk,
+    ) -> Callable[[], None]:
+        start, stop = chunk.start, chunk.stop
+        cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
+        lines, places = chunk.open(), dict.fromkeys(block.first, 0)
+        if self._moments == torch.bfloat16:
+            places = {
+                k: start + self._rounding.find_place(settings.step, block.index, i) for i, k in enumerate(block.first)
+            }
+        mine, into = gradient[start:stop], None if out is None else out[start:stop]
+        make = _make_fused_step if self._rule.has_kernel else _make_own_step
+        steps = {
+            i: make(batch.step, lines, mine, into, scale, self._rounding.table, places)
+            for i, batch in enumerate(batches)
+        }
+        return self._workers.start({**steps, IDLE: partial(_copy_out, lines["master"], into)}, cells)
+
+    def _finish(self, block: Block, batches: Sequence[Batch], wait: Callable[[], None]) -> None:
+        wait()
+        with self._lock:
+            block.steps.advance(batches)
+
+    def prefetch(self, index: int) -> None:
+        """Begin to read a block from disk, as far as there are buffers for it."""
+        with self._lock:
+            for chunk in self.blocks[index].chunks:
+                chunk.prefetch()
+
+    def flush(self) -> None:
+        """Wait until everything is on disk; writes that failed are tried again. Raises `DiskError` if that fails."""
+        with self._lock:
+            if self.buffers is not None:
+                self.buffers.flush()
+
+    def close(self) -> None:
+        """End the threads. The disk stays open: whoever made it closes it."""
+        self._workers.close()
+
+    def _check_state(self, block: Block, settings: StepSettings) -> None:
+        """Refuse settings that need state which the block has no lines for."""
+        for group in block.steps.groups(0, block.length):
+            missing = set(self._rule.find_state(settings.groups[group]).lines) - set(block.first)
+            if missing:
+                raise ValueError(
+                    f"group {group} of {type(self.optimizer).__name__} now needs {sorted(missing)}, which it did not "
+                    f"as this run began: set amsgrad, momentum and the like before training"
+                )
+
+
+def disk_bytes(
+    optimizer: torch.optim.Optimizer,
+    blocks: Iterable[Block],
+    *,
+    moments: torch.dtype = torch.float32,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> int:
+    """The size of the `Disk` that a Stepper needs for those of the blocks whose home is "disk".
+
+    >>> optimizer = torch.optim.AdamW([torch.zeros(1)])
+    >>> disk_bytes(optimizer, [Block(None, [Run(0, 1 << 20, 0)], "disk", length=1 << 20)])
+    12582912
+    """
+    rule, total = make_rule(optimizer), 0
+    for block in blocks:
+        if block.home == "disk":
+            block.prepare(0, rule, optimizer.param_groups, moments)
+            total += bytes_on_disk(block, chunk_elements)
+    return total
+
+
+def _check_line(what: str, line: Tensor, length: int) -> None:
+    if line.dim() != 1 or line.numel() != length or line.device.type != "cpu" or not line.dtype.is_floating_point:
+        raise ValueError(
+            f"got a {what} of shape {tuple(line.shape)}, {line.dtype}, on {line.device}: expected a 1-D floating point "
+            f"tensor of {length} elements on the CPU"
+        )
+
+
+# How the spans of a cell are stepped: made once for a batch and a chunk, called by the threads ----------------------
+
+StepSpans = Callable[["_Worker", Spans], None]
+
+
+def _make_fused_step(
+    now: GroupStep, lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
+    places: Mapping[str, int],
+) -> StepSpans:  # fmt: skip
+    assert now.kernel is not None
+    kept, master = now.lines, lines["master"]
+    head = (*now.kernel, now.scalars.get("step", master), now.is_fresh, list(kept.values()))
+    state = [lines[name] for name in kept]
+    narrow = any(line.dtype != master.dtype for line in state)
+    begins = [places[name] for name in kept]
+
+    def step(worker: _Worker, spans: Spans) -> None:
+        """All spans in one call, which does not need Python's lock: taking it again takes long among many threads."""
+        size = min(worker.tile, spans[-1] - spans[0])
+        scratch = [worker.scratch(i, size, master.dtype) for i in range(1 + len(state))]
+        bits = [line.view(torch.int32) for line in scratch[1:]] if narrow else []
+        worker.step_tiles(
+            *(*head, spans, master, gradient, scale, state, out, scratch, bits, table, begins, size, [master])
+        )
+
+    return step
+
+
+def _make_own_step(
+    now: GroupStep, lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
+    places: Mapping[str, int],
+) -> StepSpans:  # fmt: skip
+    def step(worker: _Worker, spans: Spans) -> None:
+        for low, high in zip(spans[::2], spans[1::2], strict=True):
+            step_span(worker, low, high)
+
+    def step_span(worker: _Worker, low: int, high: int) -> None:
+        n, master = high - low, lines["master"][low:high]
+        grad = worker.scratch(0, n, master.dtype)[:n].copy_(gradient[low:high]).mul_(scale)
+        wide = {name: lines[name][low:high] for name in now.lines}
+        narrow = any(line.dtype != master.dtype for line in wide.values())
+        if narrow:
+            wide = {k: worker.scratch(i + 1, n, master.dtype)[:n].copy_(x) for i, (k, x) in enumerate(wide.items())}
+        now.step([master], [grad], [[line] for line in wide.values()])
+        if narrow:
+            for name, line in wide.items():
+                round_bits(line.view(torch.int32), table, places[name] + low)
+                lines[name][low:high].copy_(line)
+        if out is not None:
+            out[low:high].copy_(master)
+
+    return step
+
+
+def _copy_out(master: Tensor, out: Tensor | None, _worker: _Worker, spans: Spans) -> None:
+    """Copy the values of elements without a gradient out as they are."""
+    if out is not None:
+        for low, high in zip(spans[::2], spans[1::2], strict=True):
+            out[low:high].copy_(master[low:high])
+
+
+# Threads --------------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """One thread's memory, and its form of the inner loop."""
+
+    def __init__(self, parallel: int) -> None:
+        self.step_tiles = compile_step_tiles()
+        self.tile = parallel * (_PLAIN_TILE if self.step_tiles is step_tiles else _TILE)
+        self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def scratch(self, number: int, n: int, dtype: torch.dtype) -> Tensor:
+        """Memory for the gradient (0) or the state lines (from 1)."""
+        line = self._memory.get((number, dtype))
+        if line is None or line.numel() < n:
+            line = self._memory[number, dtype] = torch.empty(n, dtype=dtype)
+        return line
+
+
+class _Workers:
+    """Runs the cells of a chunk: on threads of our own with one torch thread each, or within torch's parallel calls.
+
+    Threads of our own need no barrier between the calls of a tile.
+    """
+
+    def __init__(self, kind: str, threads: int | None) -> None:
+        if kind not in ("threads", "omp"):
+            raise ValueError(f'got engine={kind!r}: expected "threads" or "omp"')
+        if threads is not None and threads < 1:
+            raise ValueError(f"got threads={threads}: expected at least 1")
+        here = torch.get_num_threads()
+        self._threads = 1 if kind == "omp" else threads or here
+        self._pool = None if kind == "omp" or self._threads == here == 1 else _make_pool(self._threads)
+        self._idle = deque(_Worker(here if kind == "omp" else 1) for _ in range(self._threads))
+
+    def choose_cell(self, length: int, rule: Rule) -> int:
+        """How many elements of a chunk of `length` a thread takes at a time."""
+        if not rule.has_kernel:
+            return _OWN_CELL
+        cells = max(1, _CELLS // self._threads) * self._threads
+        return -(-length // (cells * _CELL)) * _CELL
+
+    def start(self, steps: Mapping[int, StepSpans], cells: Sequence[Cell]) -> Callable[[], None]:
+        """Step all cells: in the background if there are threads, each taking the next cell that no other has taken.
+        Call what is returned to wait until all are stepped: it raises the first error.
+
+        steps: by the number of the batch.
+        """
+        if self._pool is not None:
+            return partial(_wait_for, [self._pool.submit(self._run, steps, cell) for cell in cells])
+        for cell in cells:
+            self._run(steps, cell)
+        return lambda: None
+
+    def _run(self, steps: Mapping[int, StepSpans], cell: Cell) -> None:
+        worker = self._idle.pop()
+        try:
+            with torch.no_grad():
+                for batch, spans in cell.items():
+                    steps[batch](worker, spans)
+        finally:
+            self._idle.append(worker)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _wait_for(running: Sequence[Future[None]]) -> None:
+    errors = [one.exception() for one in running]  # waits for all of them
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _make_pool(count: int) -> ThreadPoolExecutor:
+    """Threads in which a torch call stays on its own thread.
+
+    `torch.set_num_threads` is for the calling thread and for those that start later: it is set back for the latter.
+    """
+    here = torch.get_num_threads()
+    started = threading.Barrier(count + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # reads the default, which would otherwise undo the next line later
+        torch.set_num_threads(1)
+        started.wait()
+
+    pool = ThreadPoolExecutor(count, "unisono-stepper")
+    for _ in range(count):
+        pool.submit(start)
+    started.wait()
+    torch.set_num_threads(here)
+    return pool

@@ -1,0 +1,200 @@
+"""Subsets of a bucket's tensors, each reduced in its own way, side by side; states stay in the whole bucket's layout.
+
+A state in the whole bucket's layout is saved, laid out anew and carried to another world like any other (see
+`reducer.State`). A reducer that works on some of the tensors sees a narrow copy of it; what it leaves is written
+back. So it does not matter which tensors a subset had when the state was made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from unisono.methods.buckets import Bucket
+from unisono.methods.reducer import Reduced, Reducer, SpareLines, Stages, State, rescale_inside, stages_of
+from unisono.world import World
+
+__all__ = [
+    "Subset",
+    "average_in_place",
+    "find_lines",
+    "find_runs",
+    "narrow",
+    "reduce_subsets",
+    "run_together",
+    "widen",
+]
+
+Slices = list[tuple[slice, slice]]
+_lines: WeakKeyDictionary[Bucket, State] = WeakKeyDictionary()  # by subset: its last state, memory for the next
+
+
+class Subset(NamedTuple):
+    """Some of a bucket's tensors, who reduces them (None: their exact mean), and its state in the whole layout."""
+
+    which: Sequence[int]
+    reducer: Reducer | None
+    state: State
+
+
+def reduce_subsets(
+    bucket: Bucket, subsets: Sequence[Subset], spare: SpareLines, world: World
+) -> Generator[None, None, tuple[Reduced, list[State]]]:
+    """Reduce every subset by its own reducer, with their collectives under way together; each one's next state, with
+    lines in memory of `spare`.
+
+    The subsets hold every tensor once.
+    """
+    live = [i for i, subset in enumerate(subsets) if subset.which]
+    states = [subset.state for subset in subsets]
+    if len(live) == 1:
+        only = subsets[live[0]]
+        reduced, states[live[0]] = yield from _begin(bucket, bucket, only, only.state, world)
+        return reduced, states
+    buckets = [bucket.part(subsets[i].which) if subsets[i].reducer is not None else bucket for i in live]
+    works = [
+        _begin(b, bucket, subsets[i], _narrow_state(b, bucket, subsets[i]), world)
+        for i, b in zip(live, buckets, strict=True)
+    ]
+    results = yield from run_together(works)
+    mean: list[Any] = [None] * len(bucket.names)
+    for i, (reduced, _) in zip(live, results, strict=True):
+        for k, x in zip(subsets[i].which, reduced.mean, strict=True):
+            mean[k] = x
+    lines: dict[Tensor, Tensor] = {}  # a line that subsets have in common gets one that follows it
+    for i, b, (_, after) in zip(live, buckets, results, strict=True):
+        if subsets[i].reducer is not None:
+            _follow_lines(bucket, subsets[i].state, lines, spare, f"{i}/")
+            widen(bucket, subsets[i].which, b, subsets[i].state, after)
+            _lines[b] = after
+
+    def sent(given: list[Tensor]) -> list[Tensor]:
+        found = list(given)
+        for i, (reduced, _) in zip(live, results, strict=True):
+            mine = reduced.sent_of([given[k] for k in subsets[i].which])
+            for k, x in zip(subsets[i].which, mine, strict=True):
+                found[k] = x
+        return found
+
+    all_of_it = all(reduced.sent is None for reduced, _ in results)
+    return Reduced(mean) if all_of_it else Reduced(mean, sent), states
+
+
+def _begin(part: Bucket, whole: Bucket, subset: Subset, state: State, world: World) -> Stages:
+    if subset.reducer is None:
+        return average_in_place(whole, subset.which, world)
+    return stages_of(subset.reducer, part, state, world)
+
+
+def _narrow_state(part: Bucket, whole: Bucket, subset: Subset) -> State:
+    if subset.reducer is None:
+        return {}
+    rescale_inside(whole, subset.state, subset.which)  # what a subset does with its lines may be dropped
+    return narrow(whole, subset.which, part, subset.state, _lines.get(part, {}))
+
+
+def average_in_place(bucket: Bucket, which: Sequence[int], world: World) -> Stages:
+    """The exact mean of some of a bucket's tensors, where they lie."""
+    lines = [bucket.flat[here] for here, _ in find_runs(bucket, which)]
+    handle = world.all_reduce(lines, "mean", tag=bucket.tag)
+    yield
+    handle.wait()
+    return Reduced([bucket.tensors[i] for i in which]), {}
+
+
+def run_together(works: Sequence[Stages]) -> Generator[None, None, list[tuple[Reduced, State]]]:
+    """Several stages in turn: in one order on every rank, as long as each one's own collectives are."""
+    results: list[Any] = [None] * len(works)
+    left = dict(enumerate(works))
+    while left:
+        for i, work in list(left.items()):
+            try:
+                next(work)
+            except StopIteration as end:  # noqa: PERF203 - a handful of stages
+                results[i] = end.value
+                del left[i]
+        if left:
+            yield
+    return results
+
+
+# States ----------------------------------------------------------------------------------------------------------
+
+
+def find_runs(bucket: Bucket, which: Sequence[int]) -> Slices:
+    """Where some tensors lie in the bucket's line, and in the line of a bucket that holds only them.
+
+    Neighbours are one stretch: what lies between them is the same in both.
+    """
+    bounds = [*bucket.starts, bucket.flat.numel()]
+    found, at = [], 0
+    for _, group in itertools.groupby(enumerate(which), lambda pair: pair[1] - pair[0]):
+        members = [i for _, i in group]
+        start, stop = bounds[members[0]], bounds[members[-1] + 1]
+        found.append((slice(start, stop), slice(at, at + stop - start)))
+        at += stop - start
+    return found
+
+
+def narrow(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, memory: State) -> State:
+    """The state of some tensors, for a bucket that holds only them. Lines are copied, into `memory` where it fits."""
+    found: State = {}
+    for key, value in state.items():
+        old = memory.get(key)
+        if isinstance(value, dict):
+            found[key] = narrow(bucket, which, part, value, old if isinstance(old, dict) else {})
+        elif isinstance(value, Tensor):
+            if not isinstance(old, Tensor) or old.dtype != value.dtype or old.shape != part.flat.shape:
+                old = value.new_empty(part.flat.numel())
+            for there, here in find_runs(bucket, which):
+                old[here].copy_(value[there])
+            found[key] = old
+        else:
+            found[key] = [value[i] for i in which] if isinstance(value, list) else value
+    return found
+
+
+def _follow_lines(bucket: Bucket, state: State, lines: dict[Tensor, Tensor], spare: SpareLines, path: str) -> None:
+    """Put a copy in the place of every line."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _follow_lines(bucket, value, lines, spare, f"{path}{key}/")
+        elif isinstance(value, Tensor):
+            if value not in lines:
+                lines[value] = spare.beside(bucket, value, path + key).copy_(value)
+            state[key] = lines[value]
+
+
+def widen(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, after: State) -> State:
+    """Write what a subset's reducer left into the whole bucket's state. An entry of a list that is None says nothing
+    new."""
+    for key, value in after.items():
+        if isinstance(value, dict):
+            widen(bucket, which, part, state.setdefault(key, {}), value)
+        elif isinstance(value, Tensor):
+            if key not in state:
+                state[key] = value.new_zeros(bucket.flat.numel())
+            for there, here in find_runs(bucket, which):
+                state[key][there].copy_(value[here])
+        elif isinstance(value, list):
+            entries = state.setdefault(key, [None] * len(bucket.names))
+            for i, entry in zip(which, value, strict=True):
+                entries[i] = entries[i] if entry is None else entry
+        else:
+            state[key] = value
+    return state
+
+
+def find_lines(state: State, name: str = "") -> list[Tensor]:
+    """The lines in a state and in those inside it: all, or those of a name."""
+    found: list[Tensor] = []
+    for key in sorted(state):
+        if isinstance(state[key], dict):
+            found += find_lines(state[key], name)
+        elif isinstance(state[key], Tensor) and name in ("", key):
+            found.append(state[key])
+    return found

@@ -1,0 +1,186 @@
+"""Random-k sparsification with error feedback: all workers send the same few places, drawn anew in every step.
+
+Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (2018).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Annotated
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from unisono.methods.buckets import Bucket
+from unisono.methods.checks import Range, validate
+from unisono.methods.facts import Convergence, Example, Facts, Sizes
+from unisono.methods.kernels.select import count_kept, fold, narrow_to
+from unisono.methods.reducer import (
+    Reduced,
+    Reducer,
+    SpareLines,
+    Stages,
+    State,
+    all_reduce_bytes,
+    rescale,
+    residual_like,
+    staged,
+)
+from unisono.world import World
+
+
+def _count_bytes(sizes: Sizes) -> int:
+    """Of a tenth: values only, as every rank knows the places; vectors in full."""
+    kept = sum(max(1, round(0.1 * math.prod(shape))) for shape in sizes.matrices)
+    return sizes.all_reduce(4 * (kept + sizes.in_vectors))
+
+
+FACTS = Facts(
+    [
+        Example("randomk(k=0.1)", bytes=_count_bytes),
+        Example("randomk(k=0.1, feedback=False)", memory=False, bytes=_count_bytes),
+    ],
+    refuses={"k=0": "fraction", "feedback=1": "feedback", "seed=0.5": "seed"},
+    trains_as=["allreduce(reducer=randomk(k=0.3))"],
+    convergence=Convergence("other", "some numbers of each gradient, drawn anew: learns far less from each sample"),
+    plans=["randomk(k=0.01)"],
+)
+
+
+@validate
+def randomk(
+    k: Annotated[float, Range("the fraction of a tensor that is sent", above=0, at_most=1, percent=True)] = 0.01,
+    *,
+    feedback: bool = True,
+    seed: int = 0,
+) -> Reducer:
+    """K places of each tensor, the same on every rank: p = e + g; all-reduce p there; e <- p - what was sent.
+
+    The places follow from the seed, the step and the tensor's name, so only the numbers are sent: AR(itemsize * K)
+    bytes, less than dense for every k. Each number of a tensor is as likely as every other. Tensors of fewer than
+    two dimensions go in full. When the learning rate changes, e is scaled by old / new.
+
+    k: the fraction of a tensor that is sent, at least one number.
+    feedback: keep what was not sent (e) for the next steps; otherwise it is lost, and nothing is scaled up for it.
+    seed: another seed draws other places.
+
+    >>> import torch
+    >>> from unisono.world import World
+    >>> bucket = Bucket(0, [("w", torch.zeros(2, 2))], lambda n, dtype: torch.empty(n, dtype=dtype))
+    >>> _ = bucket.tensors[0].copy_(torch.tensor([[1.0, -4.0], [2.0, 0.5]]))
+    >>> reducer = randomk(0.25)
+    >>> reduced, state = reducer.reduce(bucket, reducer.init(bucket), World())
+    >>> int((reduced.mean[0] != 0).sum()), int((state["residual"] != 0).sum())
+    (1, 3)
+    """
+    works: WeakKeyDictionary[Bucket, _Workspace] = WeakKeyDictionary()
+    spare = SpareLines()
+
+    def init(bucket: Bucket) -> State:
+        state: State = {"step": 0}
+        if feedback:
+            state |= {"residual": residual_like(bucket), "lr": [None] * len(bucket.names)}
+        return state
+
+    def stages(bucket: Bucket, state: State, world: World) -> Stages:
+        work = works.get(bucket)
+        if work is None:
+            work = works[bucket] = _Workspace(bucket, k)
+        if feedback:
+            rescale(bucket, state)
+        places = work.draw_places(seed, state["step"])
+        kept = spare.beside(bucket, state["residual"]) if feedback else None
+        line = work.take_line(bucket, state, places, kept)
+        given = line.clone()
+        reducing = world.all_reduce(line, "mean", tag=bucket.tag) if line.numel() else None
+        bucket.flat.zero_()
+        yield
+        if reducing is not None:
+            reducing.wait()
+        if kept is not None:
+            state["residual"] = kept
+        overflow = line.mul(0).sum(dtype=torch.float32)
+        work.put(bucket.flat, places, line)
+        state["step"] += 1
+        return Reduced(bucket.tensors, lambda _: work.sent(bucket, places, given), overflow), state
+
+    def sends(bucket: Bucket, size: int) -> int:
+        return all_reduce_bytes(_Workspace(bucket, k).numbers * bucket.flat.element_size(), size)
+
+    return staged(init, stages, memory=feedback, sends=sends)
+
+
+class _Workspace:
+    """What reducing a bucket needs besides its state: which tensors go how."""
+
+    def __init__(self, bucket: Bucket, k: float) -> None:
+        some = [i for i, x in enumerate(bucket.tensors) if x.numel()]
+        full = [i for i in some if bucket.tensors[i].dim() < 2]
+        sparse = [i for i in some if bucket.tensors[i].dim() >= 2]
+        self._dense = [(bucket.starts[i], bucket.tensors[i].numel()) for i in full]  # where, how many
+        self._names = [bucket.names[i] for i in sparse]
+        self._starts = [bucket.starts[i] for i in sparse]
+        self._lengths = [bucket.tensors[i].numel() for i in sparse]
+        self._counts = [count_kept(k, n) for n in self._lengths]
+        self.numbers = sum(self._counts) + sum(n for _, n in self._dense)
+        self._device = bucket.device
+        self._table: list[Tensor] | None = None
+
+    def draw_places(self, seed: int, step: int) -> Tensor:
+        """Where in the line the numbers are that are sent in this step: start + (a j + b) mod length."""
+        if self._table is None:
+            counts = torch.tensor(self._counts, dtype=torch.int64)
+            which = torch.repeat_interleave(torch.arange(len(self._counts)), counts)
+            j = torch.arange(len(which)) - (torch.cumsum(counts, 0) - counts)[which]
+            columns = [torch.tensor(x, dtype=torch.int64)[which] for x in (self._lengths, self._starts)]
+            self._table = [x.to(self._device, non_blocking=True) for x in (which, j, *columns)]
+        which, j, lengths, starts = self._table
+        drawn = [_draw(seed, step, name, n) for name, n in zip(self._names, self._lengths, strict=True)]
+        maps = torch.tensor(drawn, dtype=torch.int64).view(-1, 2).to(self._device, non_blocking=True)
+        a, b = maps[which].unbind(1)
+        return (a * j).add_(b).remainder_(lengths).add_(starts)
+
+    def take_line(self, bucket: Bucket, state: State, places: Tensor, kept: Tensor | None) -> Tensor:
+        """What is sent: the numbers of p at the places, then the tensors that go in full. The rest of p is in `kept`.
+
+        A NaN or infinity that was not drawn shows as NaN in what is sent.
+        """
+        p = bucket.flat
+        if kept is not None:
+            p = kept
+            fold(bucket.flat, state["residual"], p)
+        picked = torch.cat([p.index_select(0, places), *self._view_vectors(p)])
+        sent = narrow_to(picked, bucket.dtype)
+        if len(places):
+            low, high = torch.aminmax(p)
+            sent = sent + (low * 0 + high * 0).to(bucket.dtype)
+        if kept is not None:
+            self.put(p, places, picked - sent)
+        return sent
+
+    def put(self, flat: Tensor, places: Tensor, line: Tensor) -> None:
+        """Write a line that was sent to where it belongs."""
+        flat.index_copy_(0, places, line[: len(places)])
+        if self._dense:
+            torch._foreach_copy_(self._view_vectors(flat), line[len(places) :].split([n for _, n in self._dense]))
+
+    def _view_vectors(self, flat: Tensor) -> list[Tensor]:
+        """Views of the tensors that are sent in full."""
+        return [flat[at : at + n] for at, n in self._dense]
+
+    def sent(self, bucket: Bucket, places: Tensor, given: Tensor) -> list[Tensor]:
+        """My part of the mean, as tensors."""
+        flat = torch.zeros_like(bucket.flat)
+        self.put(flat, places, given)
+        return bucket.views(flat)
+
+
+def _draw(seed: int, step: int, name: str, length: int) -> tuple[int, int]:
+    """(a, b) of a map j -> (a j + b) mod length that meets every place once: a and length have no common factor."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=16).digest()
+    a, b = (int.from_bytes(half, "little") % length for half in (digest[:8], digest[8:]))
+    while math.gcd(a, length) != 1:
+        a += 1
+    return a, b

@@ -1,0 +1,34 @@
+"""torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.methods.checks import AtLeast
+from unisono.methods.strategies._torch._data_parallel import DataParallelReplica
+from unisono.methods.strategy import Replica, Strategy
+from unisono.world import World
+
+
+@dataclass(frozen=True)
+class ddp(Strategy):
+    """Gradients by torch's DistributedDataParallel, on a process group of torch's own.
+
+    bucket_mb: how much travels together, in MiB; torch's default is 25.
+    find_unused: let it look for parameters that took no part in forward; without it torch raises for them.
+    """
+
+    bucket_mb: Annotated[int, AtLeast(1, "MiB a bucket")] = 25
+    find_unused: bool = False
+
+    def why_torch_optimizer(self) -> str:
+        return "it goes around a module of torch's and its optimizer"
+
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        return DataParallelReplica(
+            model, optimizer, world, self, bucket_cap_mb=self.bucket_mb, find_unused_parameters=self.find_unused
+        )

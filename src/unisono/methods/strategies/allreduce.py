@@ -1,0 +1,138 @@
+"""Synchronous all-reduce: after backward, every gradient is the mean over the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.methods.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
+from unisono.methods.checks import Note
+from unisono.methods.exchange.overlap import Exchange, split_sparse
+from unisono.methods.exchange.reduction import Reduction, check_real, overlap_pays
+from unisono.methods.exchange.windows import count_windows
+from unisono.methods.facts import Convergence, Example, Facts
+from unisono.methods.reducer import Reducer
+from unisono.methods.reducers.dense import dense
+from unisono.methods.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy
+from unisono.methods.strategy.mistakes import GradientProbe
+from unisono.world import World
+
+FACTS = Facts(
+    [Example("allreduce", exact=True), Example("allreduce(order=ready, overlap=True, bucket_bytes=256)", exact=True)],
+    refuses={
+        "accumulate=0": "accumulate",
+        "accumulate=-3": "accumulate",
+        "buffers=sometimes": "buffers",
+        "bucket_bytes=0": "bucket_bytes",
+        "order=random": "order",
+    },
+    convergence=Convergence("exact", "as one process on the joined batches"),
+)
+
+
+@dataclass(frozen=True)
+class allreduce(Strategy):
+    """Exchange gradients in every window: g = (1/N) sum of all g_i, while backward goes on.
+
+    reducer: how the mean is taken (None: exactly).
+    accumulate: backward passes a window; gradients add up locally and are exchanged with the last one.
+    buffers: "broadcast" rank 0's after every exchange, "average" them, or leave them "local".
+    overlap: exchange a bucket as soon as it is full, or all after backward. None: as soon as it is full, but
+        where workers share memory and leave no core free, an exchange would only take compute's place: after.
+    bucket_bytes: how much travels together. None: 25 MiB, or 128 MiB where a GPU compresses.
+    order: of the gradients in the buckets: against that in which parameters are "registered", or as they were "ready"
+        in the first window on rank 0.
+    """
+
+    reducer: Reducer | None = None
+    accumulate: Accumulate = 1
+    buffers: Buffers = "broadcast"
+    overlap: Annotated[bool | None, Note("None: as it pays")] = None
+    bucket_bytes: BucketBytes | None = None
+    order: Literal["registered", "ready"] = "registered"
+
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        return AllReduceReplica(model, optimizer, world, self)
+
+
+class AllReduceReplica(Replica):
+    """Gradients through buckets and a reducer; in a world of one there is only counting to do."""
+
+    strategy: allreduce
+    reduction: Reduction
+    slow_ranks = "deal"
+    same_parameters = True
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: allreduce) -> None:
+        self.reducer = strategy.reducer if strategy.reducer is not None else dense()
+        if self.reducer.check is not None:
+            self.reducer.check(optimizer, world)
+        super().__init__(model, optimizer, world, strategy)
+        self.reduction = Reduction(self.reducer, optimizer, partial(self.share_buffers, strategy.buffers), "gradients")
+        self._probe: GradientProbe | None = None
+        self.start_or_close()
+
+    def start(self) -> None:
+        if self.world.size == 1 and self.reducer.exact:
+            self.windows = count_windows(self.model, self.strategy.accumulate, self.advance, late=True)
+            return
+        dense_ones, sparse_ones = split_sparse(self.model)
+        check_real(self.reducer, dense_ones)
+        if self.reducer.exact:
+            self._probe = GradientProbe(self.model.parameters(), self.world)
+        pays = overlap_pays(self.world)
+        overlap = pays if self.strategy.overlap is None else self.strategy.overlap
+        self.windows = Exchange(
+            dense_ones,
+            sparse_ones,
+            self.world,
+            self.reduction,
+            bucket_bytes=self._bucket_bytes(overlap),
+            overlap=overlap,
+            inline=self.reducer.stages is None or not pays,
+            accumulate=self.strategy.accumulate,
+            advance=self.advance,
+            by_ready=self.strategy.order == "ready",
+            apart=self._apart,
+        )
+        self.reduction.warn_if_more_than_dense(self.world)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether large gradients are exchanged where autograd put them."""
+        return self.reducer.apart and self.world.reads_peers
+
+    def _bucket_bytes(self, overlap: bool) -> int:
+        if self.strategy.bucket_bytes is not None:
+            return self.strategy.bucket_bytes
+        on_gpu = any(p.is_cuda for p in self.model.parameters())
+        large = not self.reducer.exact if on_gpu else self._apart and not overlap  # nothing then waits to be filled
+        return LARGE_BUCKET_BYTES if large else BUCKET_BYTES
+
+    def advance(self) -> None:
+        if self._probe is not None:
+            self._probe.compare()
+        super().advance()
+
+    def shared_state(self) -> dict[str, Any]:
+        if self.windows is not None:
+            self.windows.catch_up()
+        return super().shared_state()
+
+    def stop(self, change: Change | None = None) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def progress(self) -> list[Any]:
+        return [self.step, self.reduction.keeps_own]
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        """Bring the reducer's state into the new world."""
+        super().carry(change, shared)
+        _, keeps_own = change.progress[change.source]
+        return change.describe_unsent() if keeps_own else ""

@@ -1,0 +1,271 @@
+"""Several learners on one worker: each its own parameters, buffers, optimizer state and batches.
+
+They take turns in the program's one model, by pointers alone: whoever's turn it is has its tensors there. Or they
+compute their gradients side by side, in threads (with a CUDA stream each), on copies of the module whose parameters
+are the learners' own tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unisono.background import Handle, SerialQueue
+from unisono.methods.exchange.windows import scale_gradient
+from unisono.world import World
+
+State = dict[Any, Any]
+
+
+@dataclass
+class Parked:
+    """A learner that waits for its turn."""
+
+    params: list[Tensor]
+    buffers: list[Tensor]
+    state: State  # its optimizer's, by parameter
+
+
+class Batches(list[Any]):
+    """Some batches, with the weight of each (see `World.weight`)."""
+
+    def __init__(self, batches: Iterable[Any], weights: Iterable[float]) -> None:
+        super().__init__(batches)
+        self.weights = list(weights)
+
+
+class Learners:
+    """`count` learners of one model; learner `turn` is in it. `copy_model()` makes a copy of the module."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, copy_model: Callable[[], nn.Module]) -> None:
+        self.model, self.optimizer, self._copy_model = model, optimizer, copy_model
+        self.named: list[tuple[str, Parameter]] = list(model.named_parameters())
+        self.turn = 0
+        self.parked: dict[int, Parked] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._lanes: list[SerialQueue] = []
+        self._streams: list[torch.cuda.Stream] = []
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.parked) + 1
+
+    def params(self, learner: int) -> list[Tensor]:
+        """A learner's parameters, in the order of `named`."""
+        if learner == self.turn:
+            return [p.detach() for _, p in self.named]
+        return self.parked[learner].params
+
+    def buffers(self, learner: int) -> list[Tensor]:
+        """A learner's buffers, in the model's order."""
+        if learner == self.turn:
+            return [b.detach() for b in self.model.buffers()]
+        return self.parked[learner].buffers
+
+    # Taking turns ------------------------------------------------------------------------------------------------
+
+    def turn_to(self, learner: int) -> None:
+        """Bring a learner into the model: nothing is copied."""
+        if learner == self.turn:
+            return
+        comes, leaves = self.parked.pop(learner), self._as_parked()
+        self.parked[self.turn], self.turn = leaves, learner
+        for (_, param), tensor in zip(self.named, comes.params, strict=True):
+            param.data = tensor
+        for buffer, tensor in zip(self.model.buffers(), comes.buffers, strict=True):
+            buffer.data = tensor
+        self.optimizer.state.clear()
+        self.optimizer.state.update(comes.state)
+
+    def _as_parked(self) -> Parked:
+        params, buffers = [p.data for _, p in self.named], [b.data for b in self.model.buffers()]
+        return Parked(params, buffers, dict(self.optimizer.state))
+
+    def resize(self, count: int) -> None:
+        """Learners at the end go; those that come are copies of the one in the model. Only while it is turn 0."""
+        assert self.turn == 0, "learners come and go between rounds"
+        for learner in range(count, self.count):
+            del self.parked[learner]
+            self._modules.pop(learner, None)
+        mine = self._as_parked()
+        for learner in range(self.count, count):
+            params = [torch.empty_like(p).copy_(p) for p in mine.params]
+            buffers = [b.clone() for b in mine.buffers]
+            self.parked[learner] = Parked(params, buffers, _copy_state(mine.state))
+
+    def close(self) -> None:
+        """The one in the model stays; threads and the others are gone."""
+        for lane in self._lanes:
+            lane.close()
+        self._lanes, self._modules, self.parked, self.turn = [], {}, {}, 0
+
+    # Side by side ------------------------------------------------------------------------------------------------
+
+    def batches(self, loader: Iterable[Any], each: int, world: World) -> Iterator[Batches]:
+        """The loader's batches, so many at a time as reach to the end of the round: `each` for a learner."""
+        source, weight_of = iter(loader), world.batch_weights.weight_of
+        for first in source:
+            found, weights = [first], [weight_of(first)]
+            for batch in islice(source, (self.count - self.turn) * each - 1):
+                found.append(batch)
+                weights.append(weight_of(batch))
+            yield Batches(found, weights)
+
+    def shares(self, batches: Sequence[Any], each: int, world: World) -> Iterator[list[Batches]]:
+        """Who gets which batches, round by round; learners must have had their turns when the next round is asked."""
+        weight_of = world.batch_weights.weight_of
+        weights = batches.weights if isinstance(batches, Batches) else [weight_of(batch) for batch in batches]
+        at = 0
+        while at < len(batches):
+            end = min(at + (self.count - self.turn) * each, len(batches))
+            yield [Batches(batches[i : i + each], weights[i : i + each]) for i in range(at, end, each)]
+            at = end
+
+    def gradients(
+        self, loss_of: Callable[[nn.Module, Any], Tensor], shares: Sequence[Batches]
+    ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
+        """Run the next learners, from this turn on, each on its share of batches, at the same time.
+
+        Returns all losses, in the order of the batches, and each learner's gradients, in the order of `named`.
+        """
+        modules = [self._module(self.turn + i) for i in range(len(shares))]
+        while len(self._lanes) < len(shares) - 1:
+            self._lanes.append(SerialQueue(f"unisono learner {len(self._lanes) + 1}"))
+        device = next((p.device for _, p in self.named if p.is_cuda), None)
+        while device is not None and len(self._streams) < len(shares):
+            self._streams.append(torch.cuda.Stream(device))
+        jobs = [_job(loss_of, m, s, self._stream(i)) for i, (m, s) in enumerate(zip(modules, shares, strict=True))]
+        handles = [lane.submit(job) for lane, job in zip(self._lanes, jobs[1:], strict=False)]
+        losses = _wait_for_all([Handle(jobs[0]), *handles])
+        for i in range(len(shares) if device is not None else 0):
+            torch.cuda.current_stream(device).wait_stream(self._streams[i])
+        grads = []
+        for module in modules:
+            grads.append([p.grad for p in module.parameters()])
+            module.zero_grad()  # they are the learner's now
+        return [loss for each in losses for loss in each], grads
+
+    def put(self, grads: Sequence[Tensor | None]) -> None:
+        """Make these the gradients of the learner in the model."""
+        for (_, param), grad in zip(self.named, grads, strict=True):
+            param.grad = grad
+
+    def _stream(self, i: int) -> torch.cuda.Stream | None:
+        """A stream of its own for a learner, which begins after what the program's stream has to do so far."""
+        if not self._streams:
+            return None
+        self._streams[i].wait_stream(torch.cuda.current_stream(self._streams[i].device))
+        return self._streams[i]
+
+    def _module(self, learner: int) -> nn.Module:
+        """A copy of the module that computes with the learner's own tensors, in the model's modes."""
+        if learner not in self._modules:
+            self._modules[learner] = self._copy_model()
+        made = self._modules[learner]
+        for theirs, tensor, (_, mine) in zip(made.parameters(), self.params(learner), self.named, strict=True):
+            theirs.data = tensor
+            theirs.requires_grad_(mine.requires_grad)
+        for buffer, tensor in zip(made.buffers(), self.buffers(learner), strict=True):
+            buffer.data = tensor
+        for one, other in zip(made.modules(), self.model.modules(), strict=True):
+            one.training = other.training
+        made.zero_grad()
+        return made
+
+    # State -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The learners that are not in the model, in order: their tensors, optimizer states by parameter's place."""
+        places = {param: i for i, (_, param) in enumerate(self.named)}
+        return [
+            {
+                "params": list(parked.params),
+                "buffers": list(parked.buffers),
+                "state": {str(places[param]): dict(state) for param, state in parked.state.items()},
+            }
+            for _, parked in sorted(self.parked.items())
+        ]
+
+    def load_state_dict(self, states: list[dict[str, Any]], turn: int) -> None:
+        """The model, as it is, becomes learner `turn`; the others are these."""
+        waiting = [learner for learner in range(len(states) + 1) if learner != turn]
+        self.turn, self.parked = turn, {}
+        for learner, state in zip(waiting, states, strict=True):
+            params = [torch.empty_like(p).copy_(x) for (_, p), x in zip(self.named, state["params"], strict=True)]
+            mine = [b.detach() for b in self.model.buffers()]
+            buffers = [torch.empty_like(b).copy_(x) for b, x in zip(mine, state["buffers"], strict=True)]
+            kept = {self.named[int(i)][1]: one for i, one in state["state"].items()}
+            self.parked[learner] = Parked(params, buffers, {p: self._place_state(p, one) for p, one in kept.items()})
+
+    def _place_state(self, param: Parameter, state: State) -> State:
+        """An optimizer's state of one parameter, on the devices where the learner in the model has its own."""
+        here = self.optimizer.state.get(param, {})
+        return {key: _like(value, here.get(key), param) for key, value in state.items()}
+
+
+def _like(value: Any, model: Any, param: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    own_shape = value.shape == param.shape and value.dim() > 0
+    device = model.device if isinstance(model, Tensor) else param.device if own_shape else value.device
+    return value.to(device, copy=True)
+
+
+def _copy_state(state: State) -> State:
+    return {param: {key: copy.deepcopy(value) for key, value in one.items()} for param, one in state.items()}
+
+
+def _job(
+    loss_of: Callable[[nn.Module, Any], Tensor], module: nn.Module, share: Batches, stream: Any
+) -> Callable[[], list[Tensor]]:
+    def run() -> list[Tensor]:
+        losses = []
+        if stream is not None:
+            torch.cuda.set_device(stream.device)  # a thread of its own has no CUDA context yet
+        with torch.cuda.stream(stream), torch.enable_grad():  # a stream of None changes nothing
+            for batch, weight in zip(share, share.weights, strict=True):
+                loss = loss_of(module, batch)
+                if not isinstance(loss, Tensor):
+                    raise TypeError(f"the loss function must return a tensor (the loss), got {type(loss).__name__}")
+                with _counting(module, weight):
+                    loss.backward()
+                losses.append(loss.detach())
+        return losses
+
+    return run
+
+
+@contextmanager
+def _counting(module: nn.Module, weight: float) -> Iterator[None]:
+    """Gradients count by the batch's weight."""
+    params = [p for p in module.parameters() if p.requires_grad and weight != 1.0]
+    hooks = [p.register_hook(partial(scale_gradient, weight)) for p in params]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _wait_for_all(handles: Sequence[Handle[list[Tensor]]]) -> list[list[Tensor]]:
+    """Every result; where some failed, the first error, once all have ended."""
+    results, errors = [], []
+    for handle in handles:
+        try:
+            results.append(handle.wait())
+        except Exception as error:  # noqa: PERF203 - the others are still at work on their tensors
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results

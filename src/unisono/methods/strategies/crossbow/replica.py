@@ -1,0 +1,442 @@
+"""The replica of crossbow: what each worker does in a round with its learners and the central model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.background import Handle
+from unisono.methods.exchange.reduction import LearningRates
+from unisono.methods.exchange.side_channel import SideChannel
+from unisono.methods.strategies.crossbow.central_model import CentralModel
+from unisono.methods.strategies.crossbow.learners import Batches, Learners
+from unisono.methods.strategies.crossbow.tuning import Tuning
+from unisono.methods.strategy import Change, ModelPart, PeriodicReplica, bound_parameters, share, share_buffers
+from unisono.methods.strategy.program_writes import Written
+from unisono.training.batch_norm import SyncBatchNorm
+from unisono.world import World
+
+if TYPE_CHECKING:
+    from unisono.methods.strategies.crossbow import crossbow
+
+T = TypeVar("T")
+
+
+@dataclass
+class Sum:
+    """The sum of w_j - z over all learners, on its way; `heard`: a learning rate dropped on some rank, and all ranks
+    wrote the same."""
+
+    heard: Handle[tuple[bool, bool]]
+    sums: Callable[[], dict[str, Tensor]]
+    written: Written
+
+
+class CrossbowReplica(PeriodicReplica):
+    """A round is one window of each learner of this worker, in turn; all workers have the same number of learners.
+
+    1. begin: before the first forward of a round that synchronises, w_j - z is summed over the learners here, and the
+       sum over all workers is begun, behind the program: it depends on no gradient of the round;
+    2. step: each learner takes its optimizer's step, and then its correction, from before the step;
+    3. end: the sum has arrived, and moves the central model. At intervals, the tuners change the number of learners, or
+       how often they meet.
+    """
+
+    strategy: crossbow
+    own_optimizer: ClassVar[bool] = True
+    follows_writes = True
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: crossbow) -> None:
+        self.tuning = Tuning(strategy.learners, strategy.every, strategy.tune_every)
+        self._side_by_side = False  # `learn` ran since the tuners last decided
+        self.wanted, self.every = self.tuning.learners, self.tuning.every
+        self.rounds, self._alone = 0, 0  # rounds so far; those since the last that synchronised
+        self._looked = False  # the learner at work was looked at before its step
+        self._exchange: Sum | None = None
+        self._stale: Sum | None = None  # begun on every rank, and no longer wanted
+        self._learning_rates = LearningRates(optimizer)
+        self._high, self._dropped = self._learning_rates.by_group(), False
+        self._side: SideChannel | None = None
+        self._written = Written()  # by the program, since the last exchange began
+        self._writer = 0  # the learner that it last wrote to
+        self.learners = Learners(model, optimizer, self.copy_model)
+        self.center = CentralModel(self.learners.named)
+        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+
+    @property
+    def alpha(self) -> float:
+        """The part of its difference to the central model that a learner gives up."""
+        given = self.strategy.alpha
+        return given if given is not None else 1.0 / (self.world.size * self.learners.count)
+
+    @property
+    def due(self) -> bool:
+        """Whether this round synchronises."""
+        return self._alone + 1 >= self.every
+
+    def start(self) -> None:
+        device = next((p.device for p in self.model.parameters() if p.is_cuda), None)
+        self._side = SideChannel(self.world, device, inline=True, behind=self.world.size > 1)
+        if self.learners.count < self.wanted:
+            self.learners.resize(self.wanted)
+        self._build()
+
+    def _build(self) -> None:
+        self._submit(lambda channel: self.center.build(channel, self.strategy.bucket_bytes)).wait()
+
+    def _submit(self, job: Callable[[World], T]) -> Handle[T]:
+        """Run a job on the replica's channel, after those before it; where there are others, behind the program."""
+        assert self._side is not None, "a replica that is not closed"
+        return self._side.start(job)
+
+    def stop(self, change: Change | None = None) -> None:
+        if self._side is not None:
+            self._side.finish()
+            self.center.release(self._side.channel)
+            self._side.channel.close()
+            self._side = None
+        if change is None:
+            self._leave_model()
+
+    def _leave_model(self) -> None:
+        """The model holds the central model, or what the program loaded since (unless another replica trains it by
+        now)."""
+        if not bound_parameters({param: name for name, param in self.learners.named}):
+            with torch.no_grad():
+                self.center.copy_to(self.learners.params(self.learners.turn))
+                for param, value in self._find_loaded().items():
+                    param.copy_(value)
+        self.learners.close()
+        self._exchange = self._stale = None
+
+    # A round: begin, step, end -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Start this round's exchange, if there is to be one and it is not under way."""
+        if not self.due or self._exchange is not None:
+            return
+        if self._stale is not None:
+            self._wait_for(self._stale)
+            self._stale = None
+        self.center.follow()
+        if not self.center.has_its_buckets:
+            self._build()
+        self.center.fill([self.learners.params(j) for j in range(self.learners.count)])
+        self._update_learning_rates()
+        written, self._written = self._written, Written()
+        code = written.code()
+        flags = torch.tensor([self._dropped, code, -code])
+
+        def exchange(channel: World) -> tuple[bool, bool]:
+            for handle in [channel.all_reduce(b.flat, "sum", tag=b.tag) for b in self.center.buckets]:
+                handle.wait()
+            dropped, most, least = channel.all_reduce(flags, "max", tag="drop").wait().tolist()
+            return bool(dropped), 0 < most == -least
+
+        self._exchange = Sum(self._submit(exchange), self.center.sums, written)
+
+    def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
+        self.center.follow()
+        params, self._writer = dict(self.learners.named), self.learners.turn
+        self._written.take({name: params[name] for name in names}, loaded=loaded)
+
+    def begin_step(self, *, has_closure: bool) -> None:
+        self.look_for_writes()
+        self._look()
+        super().begin_step(has_closure=has_closure)
+
+    @torch.no_grad()
+    def _look(self) -> None:
+        """How far the learner at work is from z, as it is before the step."""
+        self.center.follow()
+        self.begin()
+        if self.due:
+            self.center.remember(self.learners.params(self.learners.turn))
+            self._looked = True
+
+    def meet(self) -> None:
+        if not self._looked:  # the step was skipped
+            self._look()
+        if self.due:
+            self.center.correct(self.learners.params(self.learners.turn), self.alpha, self._written_by_all())
+        self._looked = False
+        following = (self.learners.turn + 1) % self.learners.count
+        if following == 0:
+            self._end_round()
+        self.learners.turn_to(following)
+
+    def _written_by_all(self) -> Collection[str]:
+        """What every rank's program wrote alike before this round: the central model is to become that, and the learner
+        has nothing of it to give up. Waits for the others only where this rank wrote."""
+        exchange = self._exchange
+        if exchange is None or not exchange.written.values:
+            return ()
+        return exchange.written.values if self._wait_for(exchange)[1] else ()
+
+    def _end_round(self) -> None:
+        if self.due:
+            assert self._exchange is not None, "begun before the round's first step"
+            dropped, agreed = self._wait_for(self._exchange)
+            self.center.move(self._exchange.sums(), self.alpha, self.strategy.momentum)
+            if agreed:
+                self._take_as_central(self._exchange.written)
+            self._exchange, self._alone = None, 0
+            if dropped:
+                self._high, self._dropped = self._learning_rates.by_group(), False
+                self.restart()
+                self.world.ledger.event("crossbow", restart=self.met, why="a learning rate dropped")
+        else:
+            self._alone += 1
+        self.rounds += 1
+        self._tune()
+
+    def _take_as_central(self, written: Written) -> None:
+        """z becomes what every rank's program wrote, and so do the learners that were not in the model then."""
+        self.center.replace(written.values)
+        for j in range(self.learners.count):
+            if j != self._writer:
+                self.center.copy_to(self.learners.params(j))
+
+    def _wait_for(self, exchange: Sum) -> tuple[bool, bool]:
+        ledger = self.world.ledger
+        start = ledger.clock()
+        heard = exchange.heard.wait()
+        if self.world.size > 1:
+            ledger.close_span("blocked", start, ledger.clock())
+        return heard
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """w_j <- z for every learner here, and the central model comes to rest."""
+        for j in range(self.learners.count):
+            self.center.copy_to(self.learners.params(j))
+        self.center.rest()
+
+    def _update_learning_rates(self) -> None:
+        """Whether a rate has dropped from its highest. A schedule that falls a little in each window must not restart
+        in each: a restart takes back what the learners did since the central model last moved."""
+        now, most = self._learning_rates.by_group(), self.strategy.drop * (1.0 + 1e-9)
+        self._dropped |= any(new < high and new <= most * high for new, high in zip(now, self._high, strict=False))
+        if not self._dropped:
+            self._high = [max(pair) for pair in zip(now, self._high, strict=False)] + now[len(self._high) :]
+
+    def _tune(self) -> None:
+        """Between rounds: at intervals, change the number of learners, or how often they meet."""
+        observed = self.tuning.observe(self.met, self.world.ledger)
+        if observed is None:
+            return
+        sums = torch.tensor([*observed, self._side_by_side], dtype=torch.float64)
+        self._submit(lambda channel: channel.all_reduce(sums, "sum", tag="tuning").wait()).wait()
+        throughput, communication, compute, users = sums.tolist()
+        why = self.tuning.decide(throughput, communication, compute, side_by_side=users == self.world.size)
+        self._side_by_side = False
+        if why:
+            self.every = self.tuning.every
+            self.resize(self.tuning.learners)
+            decided = {"learners": self.tuning.learners, "every": self.tuning.every, "throughput": throughput}
+            self.world.ledger.event("crossbow", **decided, why=why)
+
+    def resize(self, count: int) -> None:
+        """Between two rounds: learners that are new begin at z, with the optimizer state of the first."""
+        before, self.wanted = self.learners.count, count
+        self.learners.turn_to(0)
+        self.learners.resize(count)
+        for j in range(before, count):
+            self.center.copy_to(self.learners.params(j))
+
+    # Side by side ------------------------------------------------------------------------------------------------
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Batches]:
+        """The loader's batches, so many at a time as `learn` runs side by side."""
+        return self.learners.batches(loader, self.strategy.accumulate, self.world)
+
+    def learn(
+        self,
+        loss_of: Callable[[nn.Module, Any], Tensor],
+        batches: Sequence[Any],
+        *,
+        adjust: Callable[[], object] | None = None,
+    ) -> list[Tensor]:
+        """Run the learners side by side, in threads (streams on CUDA): `accumulate` batches each, and a step each.
+
+        `loss_of(model, batch)` computes the loss with the model it is given; enter autocast inside it. `adjust()` is
+        called before each learner's step, with its gradients in `replica.model`: to clip them, say. The loop has no
+        backward and no step of its own. The arithmetic is that of the plain loop. Returns the losses.
+
+        for batches in replica.batches(loader):
+            replica.learn(lambda model, batch: loss_fn(model(batch[0]), batch[1]), batches)
+        """
+        if self.learners.count > 1 and any(isinstance(m, SyncBatchNorm) for m in self.model.modules()):
+            raise ValueError(
+                "SyncBatchNorm cannot run in several learners at a time, as their collectives would mix: use "
+                "BatchNorm, or the plain loop, in which learners take turns"
+            )
+        losses, self._side_by_side = [], True
+        self.meet_if_due()
+        for shares in self.learners.shares(batches, self.strategy.accumulate, self.world):
+            self.begin()
+            found, grads = self.learners.gradients(loss_of, shares)
+            losses += found
+            for each in grads:
+                self.learners.put(each)
+                if adjust is not None:
+                    adjust()
+                self.optimizer.step()  # ends the window, and with it this learner's turn
+                self.model.zero_grad()
+        return losses
+
+    # The model to evaluate, and state ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def consolidate(self) -> nn.Module:
+        """A copy that holds the central model, and the mean of all learners' buffers (every rank calls it)."""
+        self.meet_if_due()
+        made = self.copy_model()
+        self.center.copy_to([p.detach() for p in made.parameters()])
+        waiting = self._list_written()
+        copies = dict(made.named_parameters())
+        every = self.world.gather_objects([one.code() for one in waiting])
+        for i, one in enumerate(waiting):
+            if all(codes[i] == every[0][i] for codes in every):  # written by all since the central model last moved
+                for name, value in one.values.items():
+                    copies[name].copy_(value)
+        self.average_frozen(made)
+        buffers = [b.detach() for b in made.buffers()]
+        for buffer, mean in zip(buffers, self._mean_buffers(), strict=True):
+            buffer.copy_(mean)
+        share_buffers(buffers, "average", self.world)
+        return made
+
+    def _mean_buffers(self) -> list[Tensor]:
+        """In the model's order: the mean of the learners' here; of numbers without a fraction, the first learner's."""
+        every = [self.learners.buffers(j) for j in range(self.learners.count)]
+        return [
+            torch.stack(each).mean(0) if each[0].is_floating_point() or each[0].is_complex() else each[0]
+            for each in zip(*every, strict=True)
+        ]
+
+    def _find_loaded(self) -> dict[Tensor, Tensor]:
+        """By parameter: what the program loaded, where no round has made it the central model yet."""
+        loaded = {name: x for one in self._list_written() if one.loaded for name, x in one.values.items()}
+        return {param: loaded[name] for name, param in self.learners.named if name in loaded}
+
+    def _list_written(self) -> list[Written]:
+        """What the program wrote before the exchange that is under way, and since that began."""
+        return [Written() if self._exchange is None else self._exchange.written, self._written]
+
+    @torch.no_grad()
+    def model_part(self) -> ModelPart:
+        """The central model, not a learner; and all learners' buffers."""
+        values = dict(zip(self.model.buffers(), self._mean_buffers(), strict=True))
+        values |= {param: self.center.z[name] for name, param in self.learners.named if name in self.center.z}
+        values |= {
+            param: self._written.values[name] for name, param in self.learners.named if name in self._written.values
+        }
+        return ModelPart(values)
+
+    def shared_state(self) -> dict[str, Any]:
+        """In mid-round the sum is part of it: what learners that have stepped gave to it is gone."""
+        sums, exchange = None, self._exchange
+        if self.learners.turn and exchange is not None:  # begun on every rank, so it ends without more
+            dropped, agreed = self._wait_for(exchange)
+            sums = {
+                "heard": dropped,
+                "sums": {n: x.clone() for n, x in exchange.sums().items()},
+                "written": exchange.written.state_dict() if agreed else None,
+            }
+        return {
+            **super().shared_state(),
+            **self.center.state_dict(),
+            "learners": self.learners.count,
+            "rounds": self.rounds,
+            "alone": self._alone,
+            "high": list(self._high),
+            "dropped": self._dropped,
+            "tuning": self.tuning.state_dict(),
+            "turn": self.learners.turn,
+            "under way": sums,
+        }
+
+    def local_state(self) -> dict[str, Any]:
+        return {"others": self.learners.state_dict(), "written": self._written.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        if "center" not in state["shared"]:
+            raise ValueError(
+                "the checkpoint is of a strategy without a central model: load it with the strategy that it was "
+                "saved with, then call replica.switch('crossbow')"
+            )
+        self._forget()
+        super().load_state_dict(state, same_world=same_world)
+
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        super().load_shared(shared)
+        self.rounds, self._alone = shared["rounds"], shared["alone"]
+        self.center.load_state_dict(shared)
+        self._high, self._dropped = list(shared["high"]), shared["dropped"]
+        self._looked, self._written = False, Written()
+        self.tuning.load_state_dict(shared["tuning"])
+        self.wanted, self.every = self.tuning.learners, self.tuning.every
+
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        """In another world, or with another number of learners, all learners begin at the central model."""
+        if not same_world or shared["learners"] != self.wanted:
+            self._all_at_center()
+            return
+        self.learners.load_state_dict(locals_[0]["others"], shared["turn"])
+        self._written = Written.of(locals_[0].get("written"), self.world.device)
+        under_way = shared["under way"]
+        if under_way is not None:
+            sums = {name: x.to(self.center.z[name]) for name, x in under_way["sums"].items()}
+            written = under_way.get("written")
+            heard = Handle.of((under_way["heard"], written is not None))
+            self._exchange = Sum(heard, partial(dict, sums), Written.of(written, self.world.device))
+
+    def _all_at_center(self) -> None:
+        """The model's optimizer state is every learner's, and a round begins."""
+        self.learners.load_state_dict([], 0)
+        self.learners.resize(self.wanted)
+        self.restart()
+
+    def _forget(self) -> None:
+        """An exchange under way is for nothing; where some rank has begun it, every rank must."""
+        if self.due and self._exchange is None and self.world.size > 1:
+            self.begin()
+        self._stale, self._exchange = self._exchange or self._stale, None
+
+    # Another world: all learners begin at the source's central model; who was in its world keeps its optimizer's state.
+
+    def settle(self, *, is_source: bool) -> None:
+        self._unmet = 0
+        self._exchange = self._stale = None  # its world ends
+        self.learners.turn_to(0)
+
+    def progress(self) -> int:
+        return self.rounds
+
+    def got_as_far(self, progress: int, source: int) -> bool:
+        """A rank may have been lost in mid-round: some have ended it, some have not."""
+        return progress >= source - 1
+
+    def take_model(self, change: Change) -> str:
+        share(self.model, change.world, change.source)
+        return (
+            f"every learner begins at the central model of rank {change.source} of {change.world.size}, at rest; "
+            f"optimizer states: their own where ranks stayed, else that of rank {change.source}"
+        )
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        self.load_shared(shared)
+        if change.keeps and self.learners.count == self.wanted and change.former_size > 1:
+            self.restart()
+        else:
+            self._all_at_center()
+        return ""

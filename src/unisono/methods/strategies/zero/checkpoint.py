@@ -1,0 +1,266 @@
+"""Checkpoints of split parameters: each rank saves and loads its own elements."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unisono.methods.model_copies import add_hook
+from unisono.methods.strategies.zero.hooks import ModelHook
+from unisono.methods.strategies.zero.offloading import Offloading
+from unisono.methods.strategies.zero.optimizer_shards import OptimizerShards, as_stored
+from unisono.methods.strategies.zero.units import Unit
+from unisono.methods.strategies.zero.values import Values
+from unisono.training.checkpoint.slices import Piece, Stored
+
+
+def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
+    """Collect the model's state: a Piece for each parameter that is split, in the precision that the optimizer steps.
+
+    `model.state_dict()` must leave the values where they are while this runs.
+    """
+    state: dict[str, Any] = dict(model.state_dict())
+    made: dict[Tensor, Piece] = {}
+    for unit in units:
+        for slot, param in enumerate(unit.params):
+            if offload is not None and unit.trainable:
+                made[param] = offload.piece(unit, slot)
+                continue
+            line = unit.master if unit.trainable else unit.shard
+            mine = [part for part in unit.parts if part.slot == slot]
+            if mine:
+                part = mine[0]
+                made[param] = Piece.of(line[part.at : part.at + part.length], part.start, shape=unit.shapes[slot])
+            else:
+                made[param] = Piece(unit.shapes[slot], line.dtype)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in state and param in made:
+            state[name] = made[param]
+    return state
+
+
+@torch.no_grad()
+def load_model(
+    model: nn.Module, units: Sequence[Unit], saved: Mapping[str, Any], *, whole: bool, offload: Offloading | None
+) -> None:
+    """Load saved values: my elements of them, or all of them where a rank keeps `whole` units."""
+    places = {param: (unit, slot) for unit in units for slot, param in enumerate(unit.params)}
+    done: set[Tensor] = set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name not in saved or param in done or param not in places:
+            continue
+        done.add(param)
+        unit, slot = places[param]
+        stored = as_stored(saved[name])
+        if whole:
+            start = unit.layout.starts[slot]
+            stored.read(0, stored.numel(), out=unit.full[start : start + stored.numel()])
+        for one, part in ((u, part) for u in unit.held for part in u.parts):
+            if part.slot == slot and offload is not None and unit.trainable:
+                offload.load_values(unit, part, stored)
+            elif part.slot == slot:
+                for line in dict.fromkeys((one.shard, one.master) if unit.trainable else (one.shard,)):
+                    stored.read(part.start, part.start + part.length, out=line[part.at : part.at + part.length])
+    rest = {name: load_whole(value) for name, value in saved.items() if not _is_split(model, name, places)}
+    model.load_state_dict(rest, strict=False)
+
+
+def _is_split(model: nn.Module, name: str, places: Mapping[Any, Any]) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    try:
+        return model.get_submodule(owner)._parameters.get(leaf) in places
+    except AttributeError:
+        return False
+
+
+def load_whole(value: Any) -> Any:
+    """Read every tensor of a saved state whole."""
+    if isinstance(value, Stored):
+        return value.full()
+    if isinstance(value, dict):
+        return {key: load_whole(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(load_whole(x) for x in value)
+    return value
+
+
+def collect_optimizer_pieces(shards: OptimizerShards, offload: Offloading | None) -> dict[str, Any]:
+    """Collect the optimizer's state, with a Piece for each tensor that is split."""
+    state = shards.pieces()
+    if offload is not None:
+        state["state"] = offload.state_pieces()
+    return state
+
+
+def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, offload: Offloading | None) -> None:
+    """Load saved state."""
+    if not units:
+        shards.optimizer.load_state_dict(load_whole(saved))
+        return
+    shards.load(saved)
+    if offload is not None:
+        offload.load_states(saved["state"])
+        shards.drop_state()
+
+
+@torch.no_grad()
+def take_written(unit: Unit, offload: Offloading | None, before: Sequence[Tensor] | None) -> None:
+    """Take the elements of a unit's whole values that the program has changed into my shards. The others keep what
+    they have beyond the precision that computes.
+
+    before: what the shards of `unit.held` were, if a step may have changed them since.
+    """
+    for i, one in enumerate(unit.held):
+        now = one.my_shard(unit.full)
+        if offload is None or not unit.trainable:
+            changed = now != (one.shard if before is None else before[i])
+            for line in dict.fromkeys((one.shard, one.master) if unit.trainable else (one.shard,)):
+                line.copy_(torch.where(changed, now.to(line.dtype), line))
+            continue
+        changed = (now != (offload.values(unit).to(now.device) if before is None else before[i])).cpu()
+        if changed.any():
+            master = offload.state(unit).read("master")
+            offload.set_master(unit, torch.where(changed, now.to("cpu", master.dtype), master))
+
+
+class WholeStateDict:
+    """Lets `model.state_dict()` and `model.load_state_dict()` see whole values, by hooks on the model.
+
+    on_load(): the shards have other values. A method of the replica, which lives as long as the model by these hooks:
+        those on parameters and modules keep nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        values: Values,
+        offload: Offloading | None,
+        on_load: Callable[[], None],
+    ) -> None:
+        self._on_load = on_load
+        self._model, self._units, self._values, self._offload = model, list(units), values, offload
+        self._paused = False
+        add = add_hook if values.always_here else _add_model_hook
+        self._hooks = [
+            add(model.register_state_dict_pre_hook, lambda *_: self._gather()),
+            add(model.register_state_dict_post_hook, lambda *given: self._copy(*given)),
+            add(model.register_load_state_dict_pre_hook, lambda *_: self._begin_loading()),
+            add(model.register_load_state_dict_post_hook, lambda *_: self.update_shards()),
+        ]
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block the values are left where they are."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _gather(self) -> None:
+        if self._paused:
+            self._values.gather_late()
+        else:
+            self._values.gather_all("model.state_dict()")
+
+    def _begin_loading(self) -> None:
+        if self._paused:
+            self._values.gather_late()
+        else:
+            self._values.begin_writing()
+
+    def _copy(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """Copy what `state_dict()` gives out, so that it stays when the values are released."""
+        if self._values.always_here or self._paused:
+            return
+        copies: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, _ in self._model.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                value = state[prefix + name]
+                state[prefix + name] = copies.setdefault((value.data_ptr(), value.shape), value.detach().clone())
+        self._values.release_all()
+
+    @torch.no_grad()
+    def update_shards(self, *, exactly: bool = True) -> None:
+        """Copy whole values that someone has set into my shards; `exactly`: also where what is there rounds to them."""
+        if self._paused:
+            return
+        for unit in self._units:
+            if unit.trainable and self._offload is not None:
+                self._offload.set_master(unit, unit.my_shard(unit.full))
+                continue
+            unit.bring_back()
+            for one in unit.held:
+                one.take_written(unit.full)
+                if exactly and one.master is not one.shard:
+                    one.master.copy_(one.shard)
+        self._values.release_all()
+        self._on_load()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class WholeOptimizerState:
+    """Lets `optimizer.state_dict()` give the state of whole parameters, as that of one process, and
+    `optimizer.load_state_dict()` take my part of such a state, by hooks on the optimizer.
+
+    gather(): the state by parameter, from all ranks, which all have to call it.
+    """
+
+    def __init__(
+        self,
+        shards: OptimizerShards,
+        units: Sequence[Unit],
+        offload: Offloading | None,
+        gather: Callable[[], dict[Tensor, dict[str, Any]]],
+    ) -> None:
+        self._shards, self._units, self._offload, self._gather = shards, list(units), offload, gather
+        self._own: Any = None  # the optimizer's state by leaf, while it shows another
+        self._given: Any = None  # what is being loaded
+        optimizer = shards.optimizer
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._show_whole()),
+            optimizer.register_state_dict_post_hook(lambda *_: self._show_own()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: self._begin_loading(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._load()),
+        ]
+
+    def _show_whole(self) -> None:
+        optimizer = self._shards.optimizer
+        whole = self._gather()
+        self._own = optimizer.state
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        every = {p: whole.get(p) or self._own.get(p) for p in held}
+        optimizer.state = defaultdict(dict, {p: state for p, state in every.items() if state})
+
+    def _show_own(self) -> None:
+        self._shards.optimizer.state, self._own = self._own, None
+
+    def _begin_loading(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Leave to torch what is not split: it would cast all of it, on every rank."""
+        self._given = state
+        numbers = self._shards.find_split_numbers()
+        return {**state, "state": {k: one for k, one in state["state"].items() if k not in numbers}}
+
+    def _load(self) -> None:
+        load_optimizer(self._shards, self._units, self._given, self._offload)
+        self._given = None
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _add_model_hook(register: Callable[..., RemovableHandle], call: Callable[..., Any]) -> RemovableHandle:
+    return register(ModelHook(call))

@@ -1,0 +1,268 @@
+"""Optimizer state (and parameters) off the device: on the host or on disk, stepped there, unit by unit.
+
+ZeRO-Offload: Ren et al., 2021, arXiv:2101.06840. ZeRO-Infinity: Rajbhandari et al., 2021, arXiv:2104.07857.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.launchers.runtime.machine import give_back_freed_memory
+from unisono.methods.offload.blocks import Shard
+from unisono.methods.offload.disk import Disk
+from unisono.methods.offload.host_shards import HostShards
+from unisono.methods.offload.pipeline import Pipeline
+from unisono.methods.strategies.zero.optimizer_shards import as_stored, read_part
+from unisono.methods.strategies.zero.placement import Placement, Positions
+from unisono.methods.strategies.zero.units import Part, Unit
+from unisono.training.checkpoint.slices import Piece, Stored
+
+if TYPE_CHECKING:
+    from unisono.methods.strategies.zero import zero
+
+
+class Offloading:
+    """The trainable units of a replica whose state is off the device.
+
+    engine: who steps: `Pipeline` where values are on the device, `HostShards` where they rest elsewhere.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, units: Sequence[Unit], positions: Positions, strategy: zero, device: torch.device
+    ) -> None:
+        self.optimizer, self.units, self.strategy, self.device = optimizer, list(units), strategy, device
+        self._positions = positions
+        lost = [name for unit in units for name in unit.names if name not in positions]
+        if lost:
+            raise ValueError(
+                f"{len(lost)} parameter(s) learn but are not in the optimizer, the first {lost[0]!r}, and what is "
+                "stepped off the device must be: give them to the optimizer, or freeze them with requires_grad_(False)"
+            )
+        self._at = {unit: u for u, unit in enumerate(self.units)}
+        self.placement = Placement(optimizer, self.units, positions, strategy, device)
+        self._engine: Pipeline | HostShards | None = None
+        self._host_shards: HostShards | None = None  # the engine, while units are added to it
+        self._disk: Disk | None = None
+        self._steps = 0
+        self._in_step = False  # by now it is known what memory a step takes
+        self._offered: set[Unit] = set()  # units whose gradient waits for the step
+        if "disk" in self.placement.homes:
+            give_back_freed_memory()
+
+    # Building --------------------------------------------------------------------------------------------
+
+    def adopt(self, unit: Unit) -> None:
+        """A unit has its values. Where they rest on disk, take them at once: memory for all of them is never needed."""
+        if self.strategy.params_on == "disk":
+            if self._host_shards is None:
+                self._host_shards = self._make_host_shards()
+            self._host_shards.add(self._shard(unit))
+            unit.shard = unit.master = torch.empty(0, dtype=unit.dtype)
+
+    def start(self) -> None:
+        """All units have values: build the engine, or, where a budget of the device's memory must be kept, wait for the
+        first gradient."""
+        if self.strategy.device_memory is None or self.device.type != "cuda":
+            self._engine = self._build()
+
+    @property
+    def engine(self) -> Pipeline | HostShards:
+        """Built at the first use."""
+        if self._engine is None:
+            self._engine = self._build()
+        return self._engine
+
+    def _build(self) -> Pipeline | HostShards:
+        on = self.strategy.params_on
+        engine: Pipeline | HostShards
+        if on == "disk":
+            engine = self._host_shards or self._make_host_shards()
+        elif on == "cpu" and self.device.type != "cpu":
+            engine = self._make_host_shards()
+            for unit in self.units:
+                engine.add(self._shard(unit))
+                unit.master = unit.shard  # what the engine has taken over
+        else:
+            engine = self._make_pipeline()
+        engine.steps = self._steps
+        return engine
+
+    def _make_host_shards(self) -> HostShards:
+        self._disk = self.placement.make_disk()
+        keep = self.strategy.params_on == "cpu"
+        return HostShards(self.optimizer, moments=self.placement.moments, disk=self._disk, keep=keep)
+
+    def _make_pipeline(self) -> Pipeline:
+        if self.strategy.device_memory is not None:
+            self.placement.use_device_memory(measured=self._in_step)
+        shards = [self._shard(unit) for unit in self.units]
+        for unit in self.units:
+            unit.master = unit.shard  # the engine takes them over, one after the other
+        self._disk = self.placement.make_disk()
+        return Pipeline(
+            self.optimizer,
+            shards,
+            device=self.device,
+            moments=self.placement.moments,
+            gradients=None if self.strategy.accumulate == 1 else self.units[0].master_dtype,
+            disk=self._disk,
+            delayed=self.strategy.delayed_update,
+            resident=self.placement.resident,
+        )
+
+    def _shard(self, unit: Unit) -> Shard:
+        master = None if unit.master is unit.shard else unit.master
+        return Shard(unit.shard, self.placement.runs(unit), master, self.placement.homes[self._at[unit]])
+
+    # A step ----------------------------------------------------------------------------------------------
+
+    def offer(self, unit: Unit, fresh: bool) -> None:
+        """Take the gradient of a unit, and let it go here. `fresh`: instead of one that was cleared without a step."""
+        assert unit.gradient is not None
+        if not fresh and unit not in self._offered:
+            raise RuntimeError(
+                "the gradients of the former step have not been cleared, and were used up by it: call "
+                "optimizer.zero_grad() before backward"
+            )
+        if not fresh:
+            raise RuntimeError(
+                "another backward pass before optimizer.step(), and the gradients of the former have left for the "
+                "host: give the strategy accumulate=2 (passes a step), or run all but the last in replica.no_sync(); "
+                "with activation checkpointing use use_reentrant=False"
+            )
+        self._in_step = True
+        self.engine.offer(self._at[unit], unit.gradient, replace=True)
+        self._offered.add(unit)
+        unit.gradient = None
+
+    def step(self, scale: float, absent: Mapping[Unit, list[tuple[int, int]]]) -> None:
+        """Begin the update."""
+        self.engine.retry()
+        self._steps += 1  # as the engine does
+        self._offered = set()
+        delay = self.strategy.delayed_update and self._steps > self.strategy.delay_after
+        ranges = {self._at[unit]: found for unit, found in absent.items() if found}
+        self.engine.step(scale, ranges, delay=delay)
+
+    def wait(self, unit: Unit) -> None:
+        """Wait until a unit has its new values."""
+        if self._engine is not None:
+            self._engine.wait(self._at[unit])
+
+    def values(self, unit: Unit) -> Tensor:
+        """My shard of a unit, with its new values; on the host where they rest there."""
+        return unit.shard if self._engine is None else self._engine.values(self._at[unit])
+
+    def finish(self) -> None:
+        """Wait until all units have their new values; a step that an error of the disk broke off is resumed."""
+        if self._engine is not None:
+            self._engine.retry()
+            self._engine.finish()
+
+    def close(self) -> None:
+        """End threads, give memory and disk back."""
+        engine = self._engine or self._host_shards
+        if engine is not None:
+            engine.close()
+        if self._disk is not None:
+            self._disk.close()
+        self._engine = self._host_shards = self._disk = None
+
+    @property
+    def steps(self) -> int:
+        """Updates so far: when a delay begins, and how 16-bit moments are rounded, depend on it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps = count
+        if self._engine is not None:
+            self._engine.steps = count
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def state(self, unit: Unit) -> Shard:
+        """The state of my shard of a unit, to be read and set; all steps are done."""
+        return self.engine.shard(self._at[unit])
+
+    def piece(self, unit: Unit, slot: int, name: str = "master") -> Piece:
+        """One parameter's elements of a line of state, as a checkpoint saves them; read when they are asked for."""
+        self.engine.retry()
+
+        def read(part: Part) -> Any:
+            return lambda a, b: self.state(unit).read(name, part.at + a - part.start, part.at + b - part.start)
+
+        spans = [(p.start, p.start + p.length, read(p)) for p in unit.parts if p.slot == slot]
+        return Piece(unit.shapes[slot], unit.master_dtype, spans)
+
+    def state_pieces(self) -> dict[int, dict[str, Any]]:
+        """The optimizer's state by the parameter's number, as far as this rank has it."""
+        found: dict[int, dict[str, Any]] = {}
+        for unit, _, part, lines, scalars in self._find_stepped():
+            number = self._positions[unit.names[part.slot]].number
+            found[number] = {**{name: self.piece(unit, part.slot, name) for name in lines}, **scalars}
+        return dict(sorted(found.items()))
+
+    def states(self) -> dict[tuple[Unit, int], dict[str, Any]]:
+        """The same in memory: by unit and place in `unit.parts`."""
+        return {
+            (unit, i): {
+                **{name: self.state(unit).read(name, part.at, part.at + part.length) for name in lines},
+                **scalars,
+            }
+            for unit, i, part, lines, scalars in self._find_stepped()
+        }
+
+    def _find_stepped(self) -> Iterator[tuple[Unit, int, Part, list[str], dict[str, Any]]]:
+        """The parts that have been stepped, with the names of their lines and copies of their scalars.
+
+        Copies: an optimizer counts in place, for each parameter by itself.
+        """
+        for unit in self.units:
+            state = self.state(unit)
+            lines = [name for name in state.names() if name != "master"]
+            for i, part in enumerate(unit.parts):
+                scalars = state.scalars(part.at) if unit.names[part.slot] in self._positions else None
+                if scalars is not None:
+                    own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+                    yield unit, i, part, lines, own
+
+    def set_master(self, unit: Unit, values: Tensor) -> None:
+        """Set the master values of this rank's shard."""
+        for part in unit.parts:
+            stop = part.at + part.length
+            mine = values[part.at : stop].detach().to("cpu", unit.master_dtype)
+            self.state(unit).load({"master": mine}, start=part.at, stop=stop)
+
+    def load_values(self, unit: Unit, part: Part, stored: Stored) -> None:
+        """Set the master values of a part from a checkpoint."""
+        values = read_part(stored, part, unit.master_dtype)
+        self.state(unit).load({"master": values}, start=part.at, stop=part.at + part.length)
+
+    def load_states(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Set the optimizer's state, by the parameter's number; what is missing has not been stepped."""
+        for unit in self.units:
+            state = self.state(unit)
+            names = state.names()
+            for part in unit.parts:
+                position = self._positions.get(unit.names[part.slot])
+                if position is None:
+                    continue
+                span = {"start": part.at, "stop": part.at + part.length}
+                given = saved.get(position.number)
+                if given:
+                    state.load({key: _read(x, unit, part, line=key in names) for key, x in given.items()}, **span)
+                else:
+                    state.reset(**span)
+
+
+def _read(value: Any, unit: Unit, part: Part, *, line: bool) -> Any:
+    """Read a saved value: of a line, the elements of a part."""
+    if not isinstance(value, (Stored, Tensor)):
+        return value
+    return read_part(value, part, unit.master_dtype) if line else as_stored(value).full()

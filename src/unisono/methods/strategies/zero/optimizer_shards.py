@@ -1,0 +1,267 @@
+"""The optimizer's side of units: it steps one leaf for each part of a parameter in my shard.
+
+Between steps its groups hold the program's own parameters, so that what frameworks do with them (clipping, looking
+for names) is what it is in one process. While it steps they hold the leaves; the state is kept by leaf.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unisono.methods.offload.optimizers import WHOLE
+from unisono.methods.strategies.zero.units import Part, Unit
+from unisono.training.checkpoint.slices import Piece, Stored
+from unisono.world import World
+
+# An element's step depends on that element alone: a part of a parameter can be stepped by itself.
+ELEMENTWISE = {
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
+}
+
+EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.launchers.runtime.frames`)
+    "gather": "under zero each rank has a part of the optimizer's state, so every rank calls optimizer.state_dict(), "
+    "and one of them writes the file; un.save(folder, replica) lets each write its part"
+}
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs whole parameters."""
+    name = type(optimizer).__name__
+    if name in WHOLE:
+        raise ValueError(
+            f"zero splits parameters between ranks, and {name} cannot step a part of one: {WHOLE[name]}. Use an "
+            "optimizer that steps every element by itself (SGD, AdamW, ...), or the allreduce strategy"
+        )
+    if name not in ELEMENTWISE and type(optimizer).__module__.partition(".")[0] != "torch":
+        warnings.warn(
+            f"zero lets every rank step a part of each parameter, as one flat line: {name} must step every element by "
+            "itself (no norms or shapes of whole parameters), which cannot be checked here",
+            stacklevel=5,
+        )
+
+
+class OptimizerShards:
+    """An optimizer that steps leaves, with their part of the state, instead of the parameters that it was made with."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._units: list[Unit] = []
+        self._of: dict[Tensor, list[Parameter]] = {}  # the leaves of every parameter that is split
+        self._whole: list[list[Parameter]] | None = None  # what the groups hold otherwise, while they hold leaves
+
+    def _find_numbers(self) -> dict[Tensor, int]:
+        """By parameter, its number in `optimizer.state_dict()`."""
+        self.end_step()
+        return {p: i for i, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
+
+    def find_split_numbers(self) -> set[int]:
+        """The numbers of the parameters that are split."""
+        return {number for param, number in self._find_numbers().items() if param in self._of}
+
+    def split(self, units: Sequence[Unit]) -> dict[int, dict[str, Any]]:
+        """Make the leaves of some units, for the optimizer to step.
+
+        Returns the state of whole parameters, by their number, for units that are stepped elsewhere.
+        """
+        self._units, self._of = list(units), {}
+        optimizer, numbers, leaves = self.optimizer, self._find_numbers(), self._of
+        before = {}
+        for unit in units:
+            for one in unit.held:
+                one.leaves = []
+                for part in one.parts:
+                    leaf = Parameter(_leaf_memory(one, part))
+                    param = one.params[part.slot]
+                    one.leaves.append(leaf)
+                    leaves.setdefault(param, []).append(leaf)
+                    if one.steps_here:
+                        for key, value in optimizer.state.get(param, {}).items():
+                            optimizer.state[leaf][key] = _cut(value, key, one, part)
+            for param in unit.params:
+                state = optimizer.state.pop(param, None)
+                leaves.setdefault(param, [])
+                if state and not unit.steps_here:
+                    before[numbers[param]] = dict(state)
+        return before
+
+    def begin_step(self) -> None:
+        """Let the optimizer's groups hold the leaves, until `end_step`."""
+        if self._whole is None:
+            groups = self.optimizer.param_groups
+            self._whole = [group["params"] for group in groups]
+            for group in groups:
+                group["params"] = [leaf for p in group["params"] for leaf in self._of.get(p, [p])]
+
+    def end_step(self) -> None:
+        """Let the optimizer's groups hold the program's parameters again."""
+        for group, params in zip(self.optimizer.param_groups, self._whole or (), strict=False):
+            group["params"] = params
+        self._whole = None
+
+    def put_back(self) -> None:
+        """Let the optimizer step the parameters that it was made with, without state."""
+        self.end_step()
+        self.drop_state()
+        self._of = {}
+
+    def drop_state(self) -> None:
+        """Forget the state of all leaves."""
+        for leaf in (leaf for leaves in self._of.values() for leaf in leaves):
+            self.optimizer.state.pop(leaf, None)
+
+    # State of whole parameters
+
+    def gather(self, world: World, on: torch.device | None = None) -> dict[Tensor, dict[str, Any]]:
+        """The state of whole parameters, on every rank; each calls it. `on`: where that is to be (None: where they
+        are)."""
+        tag = "optimizer.state_dict()"
+        world.barrier(tag=tag)  # names the call, where a rank makes it alone
+
+        def join_shards(lines: list[Tensor], _: Tensor) -> Tensor:
+            return torch.cat(world.all_gather(lines[0], even=True, tag=tag).wait())
+
+        return self.join(self._units, lambda unit: [unit], world, join_shards, on)
+
+    def join(
+        self,
+        units: Sequence[Unit],
+        given: Given,
+        world: World,
+        join_shards: Callable[[list[Tensor], Tensor], Tensor],
+        on: torch.device | None = None,
+    ) -> dict[Tensor, dict[str, Any]]:
+        """Put the state of whole parameters together; `join_shards` joins the ranks' shards of a line.
+
+        units: those that were split; on a rank that holds nothing of them, others of the same layout.
+        given: what this rank gives of each.
+        """
+        kinds = self._gather_kinds([one for unit in units for one in given(unit)], world)
+        every: dict[Tensor, dict[str, Any]] = {}
+        for unit in units:
+            states: list[dict[str, Any]] = [{} for _ in unit.params]
+            entries = [kinds.get(name, {}) for name in unit.names]
+            keys = dict.fromkeys((key, kind[1]) for entry in entries for key, kind in entry.items() if _is_line(kind))
+            for key, dtype in keys:
+                empty = torch.empty(0, dtype=dtype, device=on or unit.params[0].device)
+                full = join_shards([self._state_line(one, key, empty) for one in given(unit)], empty)
+                for slot, view in enumerate(unit.views(full)):
+                    if key in entries[slot]:
+                        states[slot][key] = view.clone()
+            for state, entry in zip(states, entries, strict=True):
+                for key, kind in entry.items():
+                    if not _is_line(kind):
+                        state[key] = kind[1].clone() if isinstance(kind[1], Tensor) else kind[1]
+            every.update({p: s for p, s in zip(unit.params, states, strict=True) if s})
+        return every
+
+    def _state_line(self, unit: Unit, key: str, like: Tensor) -> Tensor:
+        """One state of all parts of a shard, at their places."""
+        line = like.new_zeros(unit.shard_length)
+        for part, leaf in zip(unit.parts, unit.leaves, strict=True):
+            value = self.optimizer.state.get(leaf, {}).get(key)
+            if value is not None:
+                line[part.at : part.at + part.length].copy_(value)
+        return line
+
+    def _gather_kinds(self, units: Sequence[Unit], world: World) -> Kinds:
+        """Ask all ranks what state each parameter has."""
+        mine: Kinds = {}
+        for unit in units:
+            for part, leaf in zip(unit.parts, unit.leaves, strict=True):
+                entry = mine.setdefault(unit.names[part.slot], {})
+                for key, value in self.optimizer.state.get(leaf, {}).items():
+                    line = isinstance(value, Tensor) and has_element_each(value.shape, key, leaf.shape)
+                    entry[key] = ["line", value.dtype] if line else ["value", value]
+        merged: Kinds = {}
+        for other in world.gather_objects(mine):
+            for name, entry in other.items():
+                merged.setdefault(name, {}).update(entry)
+        return merged
+
+    # Checkpoints
+
+    def pieces(self) -> dict[str, Any]:
+        """What `optimizer.state_dict()` would be with whole parameters, as far as this rank has them: a Piece for each
+        state that is split."""
+        state: dict[int, dict[str, Any]] = {}
+        numbers = self._find_numbers()
+        for unit, part, leaf in self._leaves(self._units):
+            for key, value in self.optimizer.state.get(leaf, {}).items():
+                if isinstance(value, Tensor) and has_element_each(value.shape, key, leaf.shape):
+                    value = Piece.of(value, part.start, shape=unit.shapes[part.slot])
+                state.setdefault(numbers[unit.params[part.slot]], {})[key] = value
+        packed = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.optimizer.param_groups]
+        return {"state": dict(sorted(state.items())), "param_groups": packed}
+
+    def load(self, saved: Any) -> None:
+        """Load my part of a saved state, and that of which I keep a copy."""
+        optimizer, numbers = self.optimizer, self._find_numbers()
+        every = [one for unit in self._units for one in unit.held]
+        for unit, part, leaf in self._leaves(every):
+            optimizer.state.pop(leaf, None)
+            for key, value in saved["state"].get(numbers.get(unit.params[part.slot], -1), {}).items():
+                optimizer.state[leaf][key] = _read(value, key, unit, part, optimizer)
+        for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+
+    def _leaves(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, Part, Parameter]]:
+        for unit in units:
+            for part, leaf in zip(unit.parts, unit.leaves, strict=True):
+                yield unit, part, leaf
+
+
+Given = Callable[[Unit], list[Unit]]  # what this rank gives of a unit: its shard, another's copy, or nothing
+Kinds = dict[str, dict[str, Any]]  # parameter's name -> key -> ["line", dtype] or ["value", value]
+
+
+def _is_line(kind: Any) -> bool:
+    return bool(kind[0] == "line")
+
+
+def has_element_each(shape: torch.Size, key: str, of: torch.Size) -> bool:
+    """Whether a state of this shape has an element for each of the parameter's."""
+    return shape == of and key != "step"
+
+
+def _leaf_memory(unit: Unit, part: Part) -> Tensor:
+    if not unit.steps_here:  # only to stand in the optimizer's groups
+        return torch.full((), math.nan, dtype=torch.float32).expand(part.length)
+    return unit.master[part.at : part.at + part.length]
+
+
+def _cut(value: Any, key: str, unit: Unit, part: Part) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not has_element_each(value.shape, key, unit.shapes[part.slot]):
+        return value.clone()
+    dtype = unit.master_dtype if value.is_floating_point() else value.dtype
+    return value.reshape(-1)[part.start : part.start + part.length].to(unit.master.device, dtype, copy=True)
+
+
+def _read(value: Any, key: str, unit: Unit, part: Part, optimizer: Optimizer) -> Any:
+    if not isinstance(value, (Stored, Tensor)):
+        return value
+    if has_element_each(value.shape, key, unit.shapes[part.slot]):
+        return read_part(value, part, unit.master.dtype, unit.master.device)
+    found = value.full() if isinstance(value, Stored) else value
+    on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+    return found.clone().to(unit.master.device) if on_device else found.clone()
+
+
+def read_part(value: Stored | Tensor, part: Part, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Read the elements of a part from a saved tensor."""
+    out = torch.empty(part.length, dtype=dtype, device=device)
+    return as_stored(value).read(part.start, part.start + part.length, out=out)
+
+
+def as_stored(value: Stored | Tensor) -> Stored:
+    """View a saved tensor as `Stored`, whether it is in memory or in a file."""
+    return value if isinstance(value, Stored) else Stored.of(value)

@@ -1,0 +1,551 @@
+"""The replica of `zero`: splits model and optimizer over the ranks, and brings them together again.
+
+Its collaborators: `gather` brings values to the modules that compute, `reduce` brings gradients to the shards,
+`optimizer_shards` lets the optimizer step them, or `offloading` steps them off the device; `spare` keeps a second copy;
+`checkpoint` and `reshard` take them elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.methods.exchange.reduction import overlap_pays
+from unisono.methods.exchange.windows import count_windows
+from unisono.methods.strategies._host_memory import HostMemory, move_out
+from unisono.methods.strategies.zero import checkpoint, reshard
+from unisono.methods.strategies.zero.gather import GatheredValues
+from unisono.methods.strategies.zero.hooks import ModelHook
+from unisono.methods.strategies.zero.materialise import Replacements, adopt, materialise, swap
+from unisono.methods.strategies.zero.offloading import Offloading
+from unisono.methods.strategies.zero.optimizer_shards import OptimizerShards
+from unisono.methods.strategies.zero.placement import Position
+from unisono.methods.strategies.zero.reduce import Backward
+from unisono.methods.strategies.zero.spare import Spare, find_holders
+from unisono.methods.strategies.zero.units import (
+    Unit,
+    find_batch_norm_parameters,
+    unit_bytes_for,
+    units_by_module,
+    units_by_size,
+)
+from unisono.methods.strategies.zero.values import CommonValues, Values, WholeValues
+from unisono.methods.strategy import Change, Replica
+from unisono.world import World
+
+if TYPE_CHECKING:
+    from unisono.methods.strategies.zero import zero
+
+DTYPES = {"bf16": torch.bfloat16}
+
+
+class ZeroReplica(Replica):
+    """A model in units of parameters, each with one shard on every rank.
+
+    In a world of one, with nothing to keep elsewhere, it only counts windows.
+
+    Where something is split, `_backward`, `_values` and `_state_dict` are there from `start` to `stop`.
+    """
+
+    strategy: zero
+    slow_ranks = "deal"
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: zero) -> None:
+        super().__init__(model, optimizer, world, strategy)
+        self.units: list[Unit] = []
+        self._backward: Backward | None = None
+        self._values: Values | None = None
+        self._state_dict: checkpoint.WholeStateDict | None = None
+        self._optimizer_state: checkpoint.WholeOptimizerState | None = None
+        self._offload: Offloading | None = None
+        self._spare: Spare | None = None
+        self._stepped = 0  # `step` when the shards took their last step
+        self._turns = 0  # how often the shards were set: counts of steps compare where it is the same
+        self._in_step = False  # from the optimizer's step on, until its values are everywhere
+        self._memory: HostMemory | None = None  # for values, where all ranks have one
+        self._cast: Any = None  # a hook that casts what the model is given
+        self._narrowed: list[tuple[Tensor, torch.dtype]] = []  # frozen parameters that were cast, and from what
+        self._shards = OptimizerShards(optimizer)
+        self.start_or_close()
+
+    @property
+    def splits(self) -> bool:
+        """Whether there is anything to split, or to keep in another precision or place."""
+        s = self.strategy
+        return self.world.size > 1 or s.precision is not None or (s.optimizer_on, s.params_on) != ("device", "device")
+
+    # Splitting -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Split model and optimizer over the ranks of the world, and watch them."""
+        replacements: Replacements = {}
+        self._in_step = False
+        if not self.splits:
+            self._materialise_rest(replacements)
+            self.windows = count_windows(self.model, self.strategy.accumulate, self.advance)
+            return
+        self.units = self._make_units(self.world.size, self.world.rank)
+        self._trainable = [unit for unit in self.units if unit.trainable]
+        if self.strategy.spare and self.world.size > 1:
+            spares = self._make_units(self.world.size, (self.world.rank - 1) % self.world.size)
+            for unit, spare in zip(self.units, spares, strict=True):
+                unit.spare = spare
+            self._spare = Spare(self._trainable, self.world)
+        self._channel = self.world.channel(inline=True)
+        self._narrow_frozen()
+        device = self._find_device()
+        self._memory = self._find_memory(device)
+        if self.strategy.optimizer_on != "device":
+            self._offload = Offloading(self.optimizer, self._trainable, self._positions(), self.strategy, device)
+        self._adopt_units(replacements, device)
+        self._materialise_rest(replacements)
+        before = self._shards.split(self._trainable)
+        if self._offload is not None:
+            self._offload.start()
+            if before:
+                self._offload.load_states(before)
+        self._watch()
+
+    def _make_units(self, size: int, rank: int) -> list[Unit]:
+        """Divide the model into units for a world of this size; they have no memory yet."""
+        s = self.strategy
+        dtype = None if s.precision is None else DTYPES[s.precision]
+        by = units_by_module if s.stage == 3 else units_by_size
+        return by(self.model, unit_bytes_for(self.model, s.unit_bytes), dtype=dtype, size=size, rank=rank)
+
+    def _narrow_frozen(self) -> None:
+        """Cast frozen parameters, which belong to no unit in stages 1 and 2, to the precision of the others."""
+        self._narrowed = []
+        if self.strategy.precision is None or self.strategy.stage == 3:
+            return
+        wide, dtype = find_batch_norm_parameters(self.model), DTYPES[self.strategy.precision]
+        for param in self.model.parameters():
+            if not param.requires_grad and param not in wide and param.is_floating_point():
+                self._narrowed.append((param, param.dtype))
+                param.data = param.data.to(dtype)
+
+    def _find_device(self) -> torch.device:
+        """Find the device on which the model computes, and move its buffers there."""
+        on = next(self.model.parameters()).device
+        if self.strategy.params_on == "device" and on.type != "meta":
+            return on
+        on = self.world.device
+        for buffer in self.model.buffers():
+            if not buffer.is_meta:
+                buffer.data = buffer.data.to(on)
+        return on
+
+    def _find_memory(self, device: torch.device) -> HostMemory | None:
+        """Memory in which values lie once for all ranks: in stages 1 and 2 on one host. Not if a step goes on behind
+        the program, and not if each rank also steps a copy of another's part."""
+        s = self.strategy
+        if s.stage == 3 or s.optimizer_on != "device" or s.spare or device.type != "cpu":
+            return None
+        if self.world.size == 1 or len(set(self.world.hosts)) > 1 or not self.units:
+            return None
+        memory = HostMemory(self.world, "zero")
+        try:
+            memory.line(1, torch.uint8)
+        except ValueError:  # ranks that talk by messages, on one host
+            memory.close()
+            return None
+        return memory
+
+    def _positions(self) -> dict[str, Position]:
+        names = {p: name for name, p in self.model.named_parameters()}
+        every = [(names[p], g) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+        return {name: Position(g, number) for number, (name, g) in enumerate(every)}
+
+    def _adopt_units(self, replacements: Replacements, device: torch.device) -> None:
+        """Move the parameters into units, one after the other: the model may be larger than this rank's memory."""
+        s, host, offload = self.strategy, torch.device("cpu"), self._offload
+        for unit in self.units:
+            materialise(self.model, self.world, replacements, unit.params)
+            unit.params = [replacements.get(p, p) for p in unit.params]
+            unit.steps_here = offload is None
+            adopt(
+                unit,
+                self._channel.empty if self._memory is None else self._memory.line,
+                whole=s.stage < 3,
+                device=device,
+                shard_on=device if s.params_on == "device" else host,
+                master_on=device if offload is None else host,
+                master_in=None if offload is None else offload.placement.map_master(unit),
+            )
+            if offload is not None and unit.trainable:
+                offload.adopt(unit)
+
+    def _materialise_rest(self, replacements: Replacements) -> None:
+        """Give values to what is still on the meta device, and let the optimizer hold it."""
+        materialise(self.model, self.world, replacements)
+        swap(self.optimizer, replacements)
+        self._shards = OptimizerShards(self.optimizer)
+
+    def _watch(self) -> None:
+        """Put hooks on forward and backward passes; inputs are cast to the dtype that computes."""
+        s, world, offload = self.strategy, self.world, self._offload
+        overlap = overlap_pays(world) if s.overlap is None else s.overlap
+        if s.stage == 3:
+            adopt = self._adopt_written
+            self._values = GatheredValues(self.model, self.units, world, self._fetch, adopt, ahead=overlap)
+        elif self._memory is not None:
+            self._values = CommonValues(self.model, self._trainable, self._memory, world)
+        else:
+            wait = None if offload is None else offload.wait
+            self._values = WholeValues(self.model, self._trainable, self._channel, wait)
+        self._frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        self.windows = self._backward = Backward(
+            self._trainable,
+            world,
+            stage=s.stage,
+            accumulate=s.accumulate,
+            overlap=overlap,
+            advance=self.advance,
+            values=self._values,
+            on_reduced=self._take_reduced,
+            on_window=partial(self.share_buffers, self.strategy.buffers),
+            on_pass=self._check_pass,
+        )
+        if s.precision is not None:
+            self._cast = self.model.register_forward_pre_hook(_cast_inputs(DTYPES[s.precision]), with_kwargs=True)
+        self._state_dict = checkpoint.WholeStateDict(self.model, self.units, self._values, offload, self._note_load)
+        gather = self._gather_optimizer
+        self._optimizer_state = checkpoint.WholeOptimizerState(self._shards, self.units, offload, gather)
+
+    def _take_reduced(self, unit: Unit, fresh: bool) -> None:
+        """The gradient of my shard is that of the whole window."""
+        if self._offload is not None:
+            self._offload.offer(unit, fresh)
+        if self._spare is not None:
+            self._spare.send(unit)
+
+    def _fetch(self, unit: Unit) -> Tensor:
+        """Return my shard of a unit, up to date, on the device that computes."""
+        found = unit.shard if self._offload is None or not unit.trainable else self._offload.values(unit)
+        return found if self.world.size == 1 else found.to(unit.full.device)
+
+    def _adopt_written(self, unit: Unit, before: list[Tensor] | None) -> None:
+        """The program has written to the whole values of a unit."""
+        checkpoint.take_written(unit, self._offload, before)
+
+    def _check_pass(self) -> None:
+        """Refuse a parameter that was frozen: it belongs to no unit, so its gradient would stay on its own rank."""
+        assert self._values is not None
+        self._values.gather_late()  # what no module asked for
+        self._shards.end_step()  # where a step broke off
+        self._in_step = False
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} was frozen when the parameters were split, and is not now: call replica.restore() and "
+                    "replica.close() on every rank, and un.parallel again"
+                )
+
+    def _unwatch(self) -> None:
+        """Remove all hooks and units."""
+        if self._cast is not None:
+            self._cast.remove()
+        for part in (self._state_dict, self._optimizer_state):
+            if part is not None:
+                part.close()
+        self.close_windows()
+        for other in (self._values, self._offload, self._spare):
+            if other is not None:
+                other.close()
+        if self.units:
+            self._channel.close()
+        self._cast = self._state_dict = self._backward = self._values = self._offload = None
+        self._spare = self._memory = self._optimizer_state = None
+        self.units = []
+
+    # The loop --------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        if self._spare is None or not self._spare.is_catching_up:
+            self._end_window()
+        self.fault_in_update()
+        self._in_step = True
+        self._shards.begin_step()  # off the device they have no gradients: the optimizer finds nothing to step
+
+    def _end_window(self) -> None:
+        super().before_step()
+        if self._values is not None and not self._in_step:
+            self._values.refuse_written()
+        if not isinstance(self._values, CommonValues):  # there all ranks have to have written the same
+            self._take_written()
+        if self._spare is not None:
+            assert self._backward is not None
+            self._backward.check_ended()
+            self._spare.agree(self.step)
+        if isinstance(self._values, CommonValues):
+            self._values.begin_step(self.step, self.optimizer.param_groups)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Send the new values of my shards to every rank: at once, or when a module needs them."""
+        self._shards.end_step()
+        if self._spare is not None:
+            self._spare.end_step()
+        self._stepped = self.step
+        if self._spare is not None and self._spare.is_catching_up:
+            return
+        if self._backward is not None and self._values is not None:
+            gradients = self._backward.gradients
+            if self._offload is not None:
+                self._offload.step(gradients.factor(), {unit: gradients.absent(unit) for unit in self._trainable})
+            self._values.renew()
+            self._in_step = False
+        super().after_step()
+
+    def _take_written(self) -> None:
+        """Let what the program wrote to parameters since the last step count; not while values that were stepped are
+        still to be sent."""
+        if self._values is not None and not self._in_step:
+            self._values.take_written()
+
+    def write(self, change: Callable[[], Any]) -> None:
+        """Change parameters between steps: `change()` is called on every rank that has values of its own, or on one, if
+        all have the same memory. Every rank calls it: `replica.write(lambda: model.weight.data.mul_(0.9))`."""
+        if isinstance(self._values, CommonValues):
+            self._values.write(change)
+            return
+        if self._values is not None:
+            self._values.begin_writing()
+        with torch.no_grad():
+            change()
+        if self._state_dict is not None:
+            self._state_dict.update_shards(exactly=False)
+
+    def watch(self, scaler: torch.amp.GradScaler) -> None:
+        if self._offload is not None:
+            raise ValueError(
+                "a GradScaler looks at gradients that the optimizer holds, and here they leave for the host: compute "
+                "in bf16, which needs none (precision='bf16'), or keep optimizer_on='device'"
+            )
+        super().watch(scaler)
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank calls it: what is saved has what the program wrote."""
+        if isinstance(self._values, CommonValues):
+            self._values.settle("a checkpoint")
+        elif self._values is not None:
+            self._values.refuse_written()
+        return super().state_dict()
+
+    def shared_state(self) -> dict[str, Any]:
+        return {**super().shared_state(), "updates": 0 if self._offload is None else self._offload.steps}
+
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        super().load_shared(shared)
+        if self._offload is not None:
+            self._offload.steps = shared.get("updates", self.step)
+        self._stepped = self.step
+
+    def sharded_state(self) -> dict[str, Any] | None:
+        """Return what this rank has of model and optimizer, with a Piece in place of each tensor that is split."""
+        if self._values is None:
+            return None
+        self._take_written()
+        self._end_delay()
+        with self._pause_state_dict():
+            model = checkpoint.collect_model_pieces(unwrap(self.model), self.units, self._offload)
+        return {"model": model, "optimizer": checkpoint.collect_optimizer_pieces(self._shards, self._offload)}
+
+    def _end_delay(self) -> None:
+        """What is saved is the latest, and the run goes on from it."""
+        if self._offload is not None and self._values is not None and self.strategy.delayed_update:
+            self._offload.finish()
+            self._values.renew()
+
+    def _gather_optimizer(self) -> dict[Tensor, dict[str, Any]]:
+        """For `optimizer.state_dict()`: in the order of operations in which a rank that does not call it is next."""
+        assert self._backward is not None
+        assert self._values is not None
+        if self.strategy.optimizer_on == "disk":
+            raise ValueError(
+                "optimizer.state_dict() would bring all of the optimizer's state, which is on disk here, into every "
+                "rank's memory: save with un.save(folder, replica), and un.read_checkpoint(folder) reads it in plain "
+                "PyTorch"
+            )
+        channel = self._backward.channel
+        if isinstance(self._values, GatheredValues):
+            self._values.release_all()  # nothing of it is under way
+            channel = self._values.channel
+        if self._offload is None:
+            return self._shards.gather(channel)
+        self._end_delay()
+        self._load_states(torch.device("cpu"))
+        try:
+            return self._shards.gather(channel, torch.device("cpu"))
+        finally:
+            self._shards.drop_state()
+
+    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
+        """Load my part of any checkpoint's model and optimizer (see `unisono.training.checkpoint.slices.Stored`)."""
+        whole_units = self.strategy.stage < 3
+        if self._values is not None:
+            self._values.take_written()
+        if self._memory is not None:  # nobody reads what is about to be written
+            self._memory.meet("loading a checkpoint")
+        with nullcontext() if self._spare is None else self._spare.changing():
+            with self._pause_state_dict():
+                checkpoint.load_model(
+                    unwrap(self.model), self.units, whole["model"], whole=whole_units, offload=self._offload
+                )
+            if whole["optimizer"] is not None:
+                checkpoint.load_optimizer(self._shards, self.units, whole["optimizer"], self._offload)
+        if isinstance(self._values, CommonValues):
+            self._values.end_loading()
+        self._note_load()
+
+    def _note_load(self) -> None:
+        """My shards are other ones now."""
+        self._turns += 1
+
+    def _pause_state_dict(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._state_dict is None else self._state_dict.pause()
+
+    # Another world, and the end --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give model and optimizer back whole, as ordinary ones; every rank calls it. Then `close()`."""
+        if self.units:
+            self._take_written()
+            self._load_offloaded()
+            self._join(self.units, self.world, [(r, 0) for r in range(self.world.size)])
+
+    def progress(self) -> dict[str, Any]:
+        """With copies of the shards, ranks that are a step apart go on from the same one: see `_find_holders`."""
+        spare = None if self._spare is None else {**self._spare.progress(), "stepped": self._stepped}
+        split, turns = bool(self.units), self._turns
+        reached = [self.step, split, turns] if spare is None else [turns]
+        return {"reached": reached, "split": split, "turns": turns, "spare": spare}
+
+    def _find_holders(self, change: Change) -> tuple[int, dict[int, reshard.Holder]]:
+        """How many steps to go on from (with copies), and by former rank who holds its shards then."""
+        if change.progress[change.source]["spare"] is None:
+            return 0, {change.former_ranks[r]: (r, 0) for r in change.stayed}
+        candidates = {change.former_ranks[r]: (r, change.progress[r]["spare"]) for r in change.stayed}
+        return find_holders(change.former_size, candidates)
+
+    def check_change(self, change: Change) -> None:
+        """A rank that is lost takes its shards along, unless the next one has a copy."""
+        source = change.progress[change.source]
+        gone = sorted(set(range(change.former_size)) - self._find_holders(change)[1].keys())
+        if not source["split"] or not gone:
+            return
+        many = ", ".join(map(str, gone))
+        what = "optimizer's state" + (" and of the parameters" if self.strategy.stage == 3 else "")
+        if source["spare"] is None:
+            why = f"rank(s) {many} of the former {change.former_size} took their parts of the {what} with them"
+            hint = " (zero(spare=True) keeps every part on a second rank)"
+        else:
+            why = f"the parts that rank(s) {many} of the former {change.former_size} had of the {what} are gone"
+            after = ", ".join(str((r + 1) % change.former_size) for r in gone)
+            why, hint = f"{why}: so are the copies on the rank(s) after them, {after}", ""
+        raise ValueError(f"{why}: make the replica anew in the new world and un.load the last checkpoint{hint}")
+
+    def stop(self, change: Change | None = None) -> None:
+        """For another world, model and optimizer become whole, from those who hold the shards of the source's world;
+        without one, they keep what this rank has of them: `restore()` first, on every rank, for all."""
+        if change is None:
+            units, memory = self.units, self._memory
+            self._close_units()
+            for unit in units if memory is not None else ():
+                move_out(unit.params, unit.views(unit.full))
+            return
+        if isinstance(self._values, GatheredValues):
+            self._values.take_written()
+        if change.progress[change.source]["split"]:
+            steps, holders = self._find_holders(change)
+            if self._spare is not None and change.world.rank in {r for r, _ in holders.values()}:
+                self._spare.catch_up(steps, self.optimizer)
+            self.model.zero_grad()
+            self._take_written()
+            self._load_offloaded()
+            mine = self.units if change.keeps else self._make_units(change.former_size, 0)
+            self._join(mine, change.world, [holders[r] for r in range(change.former_size)])
+            self._go_back(change, steps)
+        else:
+            self.model.zero_grad()
+            units = self.units
+            self._close_units()
+            reshard.empty_parameters(units)
+
+    def _go_back(self, change: Change, steps: int) -> None:
+        """With copies: a window that was counted, and whose gradients no rank has stepped, did not happen."""
+        spares = [change.progress[r]["spare"] for r in change.stayed]
+        reached = [found["stepped"] for found in spares if found is not None and found["steps"] == steps]
+        if reached and change.keeps:
+            ledger, back = change.world.ledger, self.step - reached[0]
+            self.step = reached[0]
+            if 0 < back <= ledger.step_count:
+                ledger.resume(ledger.step_count - back)
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        self._turns = change.progress[change.source]["turns"] + 1
+        return super().carry(change, {**shared, "step": self.step})
+
+    def take_model(self, change: Change) -> str:
+        size = change.world.size
+        return super().take_model(change) + f", split over {size} ranks instead of {change.former_size}"
+
+    def _load_offloaded(self) -> None:
+        """Move the state that is off the device to where the optimizer would keep it."""
+        if self._offload is None or self._values is None:
+            return
+        self._values.gather_all()
+        for unit in self._trainable:
+            unit.master = self._offload.state(unit).read("master").to(unit.params[0].device)
+        self._load_states(self._trainable[0].master.device)
+
+    def _load_states(self, device: torch.device) -> None:
+        """Let the optimizer have the state of its leaves, which is elsewhere."""
+        assert self._offload is not None
+        for (unit, i), state in self._offload.states().items():
+            self.optimizer.state[unit.leaves[i]] = {
+                key: x.to(device) if isinstance(x, Tensor) and x.dim() else x for key, x in state.items()
+            }
+
+    @torch.no_grad()
+    def _join(self, units: Sequence[Unit], world: World, order: Sequence[reshard.Holder]) -> None:
+        """Put model and optimizer together from the shards of those who hold them."""
+        values, states = reshard.join_units(units, self._shards, world, order)
+        self._close_units()
+        for param, value in values.items():
+            param.grad = None
+            param.data = value
+        for param, dtype in self._narrowed:
+            param.data = param.data.to(dtype)
+        self._narrowed = []
+        self.optimizer.state.update(states)
+
+    def _close_units(self) -> None:
+        """Make model and optimizer ordinary ones again, with what this rank has of them."""
+        if self.units:
+            self._shards.put_back()
+        self._unwatch()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module itself, where torch.compile has put another around it."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _cast_inputs(dtype: torch.dtype) -> ModelHook:
+    """A hook that casts what a model is given. Deep copies of the model, of that dtype too, have it."""
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return ModelHook(lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), in_copies=True)

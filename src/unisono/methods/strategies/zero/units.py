@@ -1,0 +1,253 @@
+"""Units: parameters that are gathered and reduced together, in one flat line that is cut into one shard a rank.
+
+A `Unit` has a shard on each rank; a `Part` is what lies of one parameter in my shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from unisono.methods.buckets import FlatLayout, alignment, find_wide_dtype, group_into_buckets
+
+_SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
+_TILE = 1 << 20  # elements that are compared at a time
+UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # these have no forward
+WHOLE = (nn.MultiheadAttention,)  # their forward reads parameters of modules inside that it does not call
+_SHARED = (nn.Embedding, nn.EmbeddingBag)  # whose parameters others like to use: they stay with the parent
+
+
+class Part(NamedTuple):
+    """The elements of one parameter that lie in my shard."""
+
+    slot: int  # which parameter of the unit
+    at: int  # where in my shard
+    start: int  # from this element of the parameter, row by row
+    length: int
+
+
+@dataclass(eq=False, repr=False)
+class Unit:
+    """Some parameters of one dtype, and the memory of their values and gradients.
+
+    full: the values of all of them, one behind the other, padded to a multiple of the ranks.
+    shard: my share of `full`, the only one that stays where parameters are split.
+    master: what the optimizer steps: `shard` itself, or a line of higher precision.
+    gradient: the mean gradient of my shard, once there is one, in the dtype of `master`.
+    parts: what lies in my shard, in order. leaves: what the optimizer holds for each of them.
+    spare: the same unit with the shard of the rank before me, of which a copy is kept here (see `spare`).
+    """
+
+    index: int
+    names: list[str]
+    params: list[Parameter]
+    owner: nn.Module | None  # whose forward needs them; None: the model's
+    dtype: torch.dtype  # of the values that compute
+    size: int  # ranks
+    rank: int
+    trainable: bool
+    master_dtype: torch.dtype  # what the optimizer steps in
+    original_dtype: torch.dtype  # that the parameters came in
+    steps_here: bool = True  # the optimizer steps `leaves`; else someone else does (see offload)
+    layout: FlatLayout = field(init=False)
+    full: Tensor = field(init=False)
+    shard: Tensor = field(init=False)
+    master: Tensor = field(init=False)
+    gradient: Tensor | None = field(init=False, default=None)
+    leaves: list[Parameter] = field(init=False, default_factory=list)
+    spare: Unit | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.layout = FlatLayout(self.params, self.dtype, contiguous=True)
+        self.shapes = self.layout.shapes
+        step = alignment(self.dtype)
+        self.shard_length = -(-self.layout.numel // (self.size * step)) * step
+        self.numel = self.shard_length * self.size
+        low, high = self.rank * self.shard_length, (self.rank + 1) * self.shard_length
+        self.parts = [
+            Part(slot, first - low, first - self.layout.starts[slot], last - first)
+            for slot, first, last in self.layout.overlaps(low, high)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values in the dtype that computes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def held(self) -> list[Unit]:
+        """What is kept here: my shard, and where there is one, the copy of another's."""
+        return [self] if self.spare is None else [self, self.spare]
+
+    @property
+    def tag(self) -> str:
+        """The name of this unit's messages in the ledger."""
+        return f"unit/{self.index}"
+
+    def views(self, line: Tensor) -> list[Tensor]:
+        """Views of a line of this layout, in the parameters' shapes."""
+        return self.layout.views(line)
+
+    def shards(self, line: Tensor) -> list[Tensor]:
+        """Every rank's shard of a line of this layout."""
+        return list(line.split(self.shard_length))
+
+    def my_shard(self, line: Tensor) -> Tensor:
+        """My shard of a line of this layout."""
+        return line[self.rank * self.shard_length : (self.rank + 1) * self.shard_length]
+
+    def update_shard(self) -> None:
+        """Copy what the optimizer has stepped to the values that compute."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+
+    def find_moved(self) -> list[int]:
+        """Which parameters the program gave other memory than that of the values here (`p.data = x`)."""
+        begin, size = self.full.data_ptr(), self.dtype.itemsize
+        every = enumerate(zip(self.params, self.layout.starts, strict=True))
+        return [i for i, (p, start) in every if p.numel() and p.data_ptr() != begin + start * size]
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Parameters that the program gave other memory lie among the values again, with what they have."""
+        if moved := self.find_moved():
+            views = self.views(self.full)
+            for slot in moved:
+                views[slot].copy_(self.params[slot])
+                self.params[slot].data = views[slot]
+
+    @torch.no_grad()
+    def take_written(self, full: Tensor) -> None:
+        """Let what the optimizer steps have what the program wrote to the values that compute, all of which are in
+        `full`. Where it is of higher precision, it stays as it is where its rounded value was left alone."""
+        mine = self.my_shard(full)
+        if mine.data_ptr() != self.shard.data_ptr():
+            self.shard.copy_(mine)
+        if self.master is not self.shard:
+            for master, values in zip(self.master.split(_TILE), self.shard.split(_TILE), strict=True):
+                rounded = master.to(self.dtype)
+                if values.is_cpu and torch.equal(rounded.view(torch.int64), values.view(torch.int64)):
+                    continue  # most often; a GPU would have to be waited for
+                torch.where(rounded == values, master, values.to(master.dtype), out=master)
+
+    def lines(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors in the parameters' shapes as flat ones, whose concatenation is a line of this layout: with zeros in
+        its gaps, and behind them."""
+        found, starts = [], self.layout.starts
+        for tensor, start, after in zip(tensors, starts, [*starts[1:], self.numel], strict=True):
+            found.append(tensor.contiguous().view(-1))
+            if gap := after - start - tensor.numel():
+                found.append(torch.zeros(gap, dtype=self.dtype))
+        return found
+
+    def zero_gaps(self, line: Tensor) -> None:
+        """Make what lies between the parameters, and behind them, zero."""
+        for gap in self.layout.gaps(line):
+            gap.zero_()
+
+
+# Which parameters make a unit --------------------------------------------------------------------------------
+
+Named = list[tuple[str, Parameter]]
+
+
+def units_by_size(model: nn.Module, unit_bytes: int, *, dtype: torch.dtype | None, size: int, rank: int) -> list[Unit]:
+    """Trainable parameters in the order of the model, `unit_bytes` at a time; frozen ones stay as they are."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    order = {p: i for i, (_, p) in enumerate(named)}
+    wide = find_batch_norm_parameters(model) if dtype is not None else set()
+    found = []
+    for own in (False, True):
+        some = [(name, p) for name, p in named if (p in wide) == own]
+        found += [(list(reversed(group)), None if own else dtype) for group in group_into_buckets(some, unit_bytes)]
+    found.sort(key=lambda one: order[one[0][0][1]])
+    return [_make_unit(i, group, None, compute, size, rank) for i, (group, compute) in enumerate(found)]
+
+
+def units_by_module(
+    model: nn.Module, unit_bytes: int, *, dtype: torch.dtype | None, size: int, rank: int
+) -> list[Unit]:
+    """All parameters, by the module whose forward needs them: the largest modules of at most `unit_bytes`.
+
+    Small modules, embeddings, and parameters that several such modules share, belong to the next module around them;
+    what is left belongs to the model. Parameters of another dtype, and frozen ones, are units of their own.
+    """
+    chosen = choose_modules(model, unit_bytes)
+    holders: dict[Parameter, nn.Module | None] = {}
+    names: dict[Parameter, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        path = [m for m in _modules_around(model, name) if m in chosen]
+        if param not in names:
+            names[param], holders[param] = name, (path[-1] if path else None)
+        else:  # shared: the deepest module around all of its uses
+            before = holders[param]
+            around = path if before is None else [m for m in path if before in set(m.modules())]
+            holders[param] = around[-1] if around and before is not None else None
+    wide = find_batch_norm_parameters(model) if dtype is not None else set()
+    groups: dict[tuple[nn.Module | None, torch.dtype, bool, bool], Named] = {}
+    for param, name in names.items():
+        groups.setdefault((holders[param], param.dtype, param.requires_grad, param in wide), []).append((name, param))
+    order = {None: -1} | {module: i for i, module in enumerate(model.modules())}
+    keys = sorted(groups, key=lambda key: order[key[0]])
+    return [_make_unit(i, groups[key], key[0], None if key[3] else dtype, size, rank) for i, key in enumerate(keys)]
+
+
+def find_batch_norm_parameters(model: nn.Module) -> set[Parameter]:
+    """Parameters of batch normalisation: it wants them in the precision of its running statistics."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return {p for m in norms for p in m.parameters(recurse=False)}
+
+
+def choose_modules(model: nn.Module, unit_bytes: int) -> set[nn.Module]:
+    """The modules that are units: those of at most `unit_bytes` whose parent is larger."""
+    chosen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            nbytes = sum(p.numel() * p.element_size() for p in child.parameters())
+            if nbytes * _SMALL < unit_bytes or child in chosen or isinstance(child, _SHARED):
+                continue
+            grandchildren = any(next(c.parameters(), None) is not None for c in child.children())
+            called = not isinstance(child, UNCALLED)
+            if called and (nbytes <= unit_bytes or not grandchildren or isinstance(child, WHOLE)):
+                chosen.add(child)
+            else:
+                walk(child)
+
+    walk(model)
+    return chosen
+
+
+def unit_bytes_for(model: nn.Module, asked: int | None) -> int:
+    """How large a unit may be: as asked, or a sixteenth of the model, from 1 to 128 MiB."""
+    if asked is not None:
+        return asked
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    return min(max(total // 16, 1 << 20), 128 << 20)
+
+
+def _modules_around(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules around a parameter, the model itself left out, from the outside in."""
+    path, module = [], model
+    for part in name.split(".")[:-1]:
+        module = getattr(module, part)
+        path.append(module)
+    return path
+
+
+def _make_unit(
+    index: int, named: Sequence[tuple[str, Parameter]], owner: nn.Module | None, dtype: torch.dtype | None,
+    size: int, rank: int,
+) -> Unit:  # fmt: skip
+    first = named[0][1]
+    compute = dtype if dtype is not None and first.is_floating_point() else first.dtype
+    names, params = [n for n, _ in named], [p for _, p in named]
+    master = first.dtype if first.requires_grad else compute
+    return Unit(
+        index, names, params, owner, compute, size, rank, first.requires_grad, find_wide_dtype(master), first.dtype
+    )

@@ -1,0 +1,232 @@
+"""Values of units, as the modules find them: on every rank (`WholeValues`), or once for all ranks of a host
+(`CommonValues`), at stages 1 and 2. In stage 3 no rank has all of them: see `gather`."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from unisono.methods.strategies._host_memory import HostMemory
+from unisono.methods.strategies._writes import Placed, Writes, describe_settings
+from unisono.methods.strategies.zero.hooks import ModelHook
+from unisono.methods.strategies.zero.on_use import Watched
+from unisono.methods.strategies.zero.units import UNCALLED, WHOLE, Unit
+from unisono.world import World
+
+
+class Values(ABC):
+    """The values of some units, for the modules that compute with them."""
+
+    always_here = True  # they have memory that is never let go
+
+    @abstractmethod
+    def renew(self) -> None:
+        """My shards have new values: every rank gets them, at once or when a module needs them."""
+
+    def gather_late(self) -> None:
+        """Have those values here that were to come later."""
+        return
+
+    def take_written(self) -> None:
+        """What the program has written to values since the last step counts: of my shards, from what this rank sees."""
+        return
+
+    def refuse_written(self) -> None:
+        """Refuse what the program has written since, where it cannot count."""
+        return
+
+    def begin_writing(self) -> None:
+        """The program is about to write all values anew."""
+        self.gather_all("model.load_state_dict()")
+
+    @abstractmethod
+    def gather_all(self, why: str = "") -> None:
+        """Have all values here; `why`: what the program has called, for the errors of ranks that disagree."""
+
+    def release_all(self) -> None:
+        """What is here is out of date, or not needed."""
+        return
+
+    def end_use(self, unit: Unit) -> None:
+        """All gradients of a unit have been taken: its values are not needed any more in this pass."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take the hooks off."""
+
+
+class WholeValues(Values):
+    """Every rank keeps all values; after a step the shards of the trainable units are gathered.
+
+    wait: where units are stepped off the device, waits for one. Then a unit is waited for, and gathered, when a module
+        needs it, by a hook on every module that has parameters of its own in it, or when anything else uses it.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], world: World, wait: Callable[[Unit], None] | None
+    ) -> None:
+        self._units, self._world, self._wait = list(units), world, wait
+        self._late: set[Unit] = set()  # units whose new values nothing has asked for yet
+        self._watched = Watched(self._units, weakref.WeakMethod(self.use))
+        self._versions: list[int] = []  # of the parameters, where steps are taken elsewhere
+        self._hooks: list[Any] = []
+        where = {param: unit for unit in units for param in unit.params}
+        for module in model.modules() if wait is not None else ():
+            needed = list(module.parameters(recurse=isinstance(module, WHOLE)))
+            for child in module.children():
+                needed += child.parameters(recurse=False) if isinstance(child, UNCALLED) else ()
+            own = dict.fromkeys(where[p] for p in needed if p in where)
+            if own:
+                self._hooks.append(
+                    module.register_forward_pre_hook(_call_for_each(self._need, list(own)), prepend=True)
+                )
+        self.release_all()
+
+    def release_all(self) -> None:  # nothing is let go, but the values are those that count
+        self._versions = [param._version for unit in self._units for param in unit.params]
+
+    def take_written(self) -> None:
+        for unit in self._units if self._wait is None else ():
+            unit.bring_back()
+            for one in unit.held:
+                one.take_written(unit.full)
+
+    def refuse_written(self) -> None:
+        if self._wait is None:
+            return
+        moved = {unit.params[slot] for unit in self._units for slot in unit.find_moved()}
+        every = ((name, param) for unit in self._units for name, param in zip(unit.names, unit.params, strict=True))
+        for (name, param), before in zip(every, self._versions, strict=True):
+            if param._version != before or param in moved:
+                raise ValueError(
+                    f"parameter {name!r} was written to since the last step, and what the optimizer steps is off the "
+                    "device, with an update that may have been under way: write in replica.write(function), which "
+                    "every rank calls"
+                )
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        if self._wait is not None:
+            self._late = set(self._units)
+            for unit in self._units:
+                self._watched.hide(unit)
+            self.release_all()
+            return
+        for unit in self._units:
+            unit.update_shard()
+            self._gather(unit)
+
+    def gather_late(self) -> None:
+        self._gather_until()
+
+    def gather_all(self, why: str = "") -> None:
+        self._gather_until()
+
+    def use(self, params: list[Parameter], _function: Any, call: Callable[[], Any]) -> Any:
+        """Do `call` with the new values of `params`."""
+        self._gather_until(max(self._watched.unit_of[param].index for param in params))
+        return call()
+
+    def _need(self, unit: Unit) -> None:
+        """A module needs a unit whose new values may still be on their way."""
+        if unit in self._late:
+            self._gather_until(unit.index)
+
+    def _gather_until(self, last: int | None = None) -> None:
+        """In the order of the units, whichever a rank needs first: gathering them is a matter of all ranks."""
+        for unit in sorted(self._late, key=lambda unit: unit.index):
+            if last is not None and unit.index > last:
+                return
+            assert self._wait is not None
+            self._late.discard(unit)
+            self._watched.show(unit)
+            self._wait(unit)
+            if self._world.size > 1:
+                self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        shards = unit.shards(unit.full)
+        self._world.run_tolerating_loss(
+            lambda: self._world.all_gather(unit.shard, even=True, out=shards, tag=unit.tag).wait()
+        )
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for unit in self._units:
+            self._watched.show(unit)
+
+
+class CommonValues(Values):
+    """All ranks, on one host, have one memory for all values: after a step nothing has to be gathered. Nobody writes to
+    it before all have called `optimizer.step()`, and nobody reads it before all parts have been stepped.
+
+    What the program writes to parameters by itself only its own rank sees, until it is taken over (see `_writes`).
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], memory: HostMemory, world: World) -> None:
+        self._units, self._memory, self._world = list(units), memory, world
+        placed = []
+        for unit in units:
+            line, unit.full = unit.full, memory.view(unit.full)
+            placed.append(Placed(unit.names, unit.params, unit.views(unit.full), unit.full, line))
+            for param, view in zip(unit.params, placed[-1].views, strict=True):
+                param.data = view
+        self._writes = Writes(model, placed, memory, on_taken=self.take_written)
+
+    def begin_step(self, window: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The optimizer is about to step its `groups`: wait until that is so on every rank."""
+        settings = [line for group in groups for line in describe_settings(group)]
+        self._world.run_tolerating_loss(
+            lambda: self._writes.begin_step(f"optimizer.step() of window {window}", settings)
+        )
+
+    def take_written(self) -> None:
+        for unit in self._units:
+            unit.bring_back()
+            unit.take_written(unit.full)
+
+    def settle(self, what: str) -> None:
+        """Wait until all ranks have come, and let what they wrote alike count."""
+        self._writes.settle(what)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        self._writes.end_step()
+        for unit in self._units:
+            unit.update_shard()
+        self._world.run_tolerating_loss(lambda: self._memory.meet("the end of a step"))
+
+    def gather_all(self, why: str = "") -> None:
+        """No-op: full values are always in shared memory."""
+
+    def begin_writing(self) -> None:
+        """Wait until no rank needs the old values."""
+        self._memory.meet("load_state_dict")
+
+    def write(self, change: Callable[[], Any]) -> None:
+        """Let one rank change parameters, while the others wait."""
+        self._writes.write(change)
+
+    def end_loading(self) -> None:
+        """Values came from a checkpoint: wait until all are there."""
+        self._writes.take_loaded("a checkpoint is loaded")
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def _call_for_each(need: Callable[[Unit], None], units: list[Unit]) -> Any:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hook(module: nn.Module, args: Any) -> None:
+        for unit in units:
+            need(unit)
+
+    return ModelHook(hook)

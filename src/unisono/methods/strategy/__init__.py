@@ -1,0 +1,43 @@
+"""Strategy: what is exchanged and when. `parallel()` binds one to a model and its optimizer and gives a `Replica`."""
+
+from __future__ import annotations
+
+from unisono.methods.strategy.binding import parallel
+from unisono.methods.strategy.changing import ChangingReplica
+from unisono.methods.strategy.healing import follow
+from unisono.methods.strategy.pattern import Pattern
+from unisono.methods.strategy.periodic import PeriodicReplica
+from unisono.methods.strategy.replica import (
+    Accumulate,
+    BucketBytes,
+    Buffers,
+    Change,
+    Replica,
+    Residual,
+    Strategy,
+    bound_parameters,
+    share,
+    share_buffers,
+    take_weighted_mean,
+)
+from unisono.training.checkpoint import ModelPart
+
+__all__ = [
+    "Accumulate",
+    "BucketBytes",
+    "Buffers",
+    "Change",
+    "ChangingReplica",
+    "ModelPart",
+    "Pattern",
+    "PeriodicReplica",
+    "Replica",
+    "Residual",
+    "Strategy",
+    "bound_parameters",
+    "follow",
+    "parallel",
+    "share",
+    "share_buffers",
+    "take_weighted_mean",
+]

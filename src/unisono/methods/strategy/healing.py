@@ -1,0 +1,590 @@
+"""A world that heals: how training goes on, in the same processes, when ranks have been lost or have come.
+
+1. A rank finds that a peer is lost, in some collective, or that the launcher calls all to another generation of the
+   world. It gives up the window of backward passes under way: its optimizer's step changes nothing. Before the next
+   batch, or in a call of the program that needs the others, it tells them so and waits at the launcher's.
+2. When all have come, they form the next generation. The rank whose model has had most steps is the source: the others
+   are brought to its state by `Replica.rebind`, and a worker that has come gets all of it.
+3. Every pass over data goes on from the source's last step. The batches of a window that was given up are given out
+   once more, divided among the ranks that are there now; random numbers, buffers, learning-rate schedules and what
+   `un.follow` was told of are what they were when these batches were first given out.
+
+If another rank is lost meanwhile, all of it is done again. A rank that was being brought to the source's state is no
+source until it has got there.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono import rng
+from unisono.launchers.runtime import faults
+from unisono.launchers.runtime.frames import warn_user
+from unisono.launchers.runtime.membership import Assignment
+from unisono.methods.strategy.replica import Replica
+from unisono.world import PeerLost, World, join
+from unisono.world.elastic import Batches, Elastic
+from unisono.world.operations import put_back
+
+__all__ = ["Followed", "Healing", "Refused", "Snapshot", "StateLost", "follow"]
+
+
+_FURTHEST = ("commits", "calls", "passes")  # of ranks that differ by one exchange: how far each has come
+MOST_ATTEMPTS = 5  # of the same processes to form a world
+
+
+class Refused(RuntimeError):
+    """This worker cannot join the run: it trains something else."""
+
+
+class StateLost(RuntimeError):
+    """No worker that is left has all of the model."""
+
+
+class _Again(Exception):
+    """A worker was refused: the others form the world without it."""
+
+
+class Snapshot:
+    """What the forward passes of a window change, and the program's own state, when its first batch was given out."""
+
+    def __init__(self, healing: Healing, shard: str) -> None:
+        self.shard = shard  # whose batch that was
+        self._rng = rng.capture(healing.world.device)
+        self._buffers = [(b, b.detach().clone()) for model in healing.models() for b in model.buffers()]
+        self._scalers = [(s, copy.deepcopy(s.state_dict())) for s in healing.scalers()]
+        self.followed = healing.followed.state()
+        self.schedules: dict[str, Any] | None = None  # taken when the window is given up: it is the same till then
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """At once: what other ranks are given has to be what was there before the window."""
+        for buffer, saved in self._buffers:
+            put_back(buffer, saved)
+
+    def scaler_states(self) -> list[dict[str, Any]]:
+        """Of every loss scale."""
+        return [state for _, state in self._scalers]
+
+    def restore(self, healing: Healing) -> None:
+        """Before the batches are given out once more."""
+        rng.restore(self._rng, healing.world.device)
+        for scaler, state in self._scalers:
+            scaler.load_state_dict(state)
+        healing.followed.load(self.followed)
+        if self.schedules is not None:
+            healing.load_schedules(self.schedules)
+
+
+class _Kept:
+    """Model and optimizer of a rank that is brought to another's state: what it goes back to if that one is lost
+    meanwhile. Ranks differ by a step only where a loss fell into the end of an exchange, so this memory is seldom
+    needed, and not for long."""
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        tensors = [t for replica in replicas for t in (*replica.model.parameters(), *replica.model.buffers())]
+        self._tensors = [(t, t.detach().clone()) for t in tensors]
+        self._replicas = [
+            (replica, replica.step, copy.deepcopy(replica.optimizer.state_dict())) for replica in replicas
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, saved in self._tensors:
+            tensor.copy_(saved)
+        for replica, step, state in self._replicas:
+            replica.step = step
+            replica.optimizer.load_state_dict(state)
+
+
+class Followed:
+    """The program's own counters, in the order in which they were told of."""
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+
+    def add(self, obj: Any) -> None:
+        """Keep one."""
+        self._objects.append(obj)
+
+    def state(self) -> list[Any]:
+        """Theirs, copied."""
+        return [copy.deepcopy(o.state_dict() if hasattr(o, "state_dict") else dict(o)) for o in self._objects]
+
+    def load(self, states: list[Any]) -> None:
+        """Set them."""
+        for obj, state in zip(self._objects, states, strict=False):
+            if hasattr(obj, "load_state_dict"):
+                obj.load_state_dict(copy.deepcopy(state))
+            else:
+                obj.clear()
+                obj.update(copy.deepcopy(state))
+
+
+_followed: weakref.WeakKeyDictionary[World, Followed] = weakref.WeakKeyDictionary()
+
+
+def follow(counters: MutableMapping[str, Any] | Any, *, world: World | None = None) -> Any:
+    """Let the program's own counters follow the training, where workers come and go. Returns them.
+
+    `counters` is a dict of plain values and tensors, or has `state_dict()` and `load_state_dict()`. Where a step is
+    repeated because a worker was lost in it, they are set back to what they were before it; a worker that comes gets
+    those of the others. Every rank calls it, before training. In a world whose workers stay it does nothing.
+
+    >>> counters = follow({"seen": 0}, world=World())
+    >>> counters["seen"] += 1
+    """
+    _followed.setdefault(join() if world is None else world, Followed()).add(counters)
+    return counters
+
+
+class Healing:
+    """Of one world, for all its replicas and shards."""
+
+    def __init__(self, world: World, elastic: Elastic) -> None:
+        self.world, self.elastic = world, elastic
+        self._replicas: list[weakref.ref[Replica]] = []
+        ours = sys.modules["unisono"].__version__
+        self._descriptions: list[str] = [f"unisono {ours}, torch {torch.__version__}"]
+        self.followed = _followed.setdefault(world, Followed())
+        self.commits = 0  # optimizer steps that are part of the model, of all replicas
+        self._positions: dict[str, list[int]] = {}  # of the shards that were trained on, at the last of these
+        self._trained: set[str] = set()
+        self._open: Snapshot | None = None  # a batch has been given out since the last of these
+        self._again: Snapshot | None = None  # its window was given up: to be restored with the next batch
+        self._newcomers = False  # some have come, or were moved: told the source's schedules with the next batch
+        self._is_moved = False  # this is one of them: it was behind, and has the source's model
+        self._source = 0
+        self._is_late = False  # this is one of them, and its program has still to come to where the others are
+        self._is_stepping = True  # else the optimizer's step under way is of a window that was given up
+        self._counted: tuple[list[int], int] = [], 0  # windows of each replica, and of the ledger, at the last of these
+        self._is_member = not elastic.is_joining
+        self._is_whole = True  # this rank's model is that of `commits` steps
+        self._kept: _Kept | None = None  # what it had before it was brought to another rank's
+        self._former: World | None = None  # the last generation that was complete
+        world.batch_weights.is_needed = True  # so that drawing ahead is noticed, also while all parts are even
+        self._has_warned = False
+
+    @classmethod
+    def of(cls, world: World) -> Healing | None:
+        """The one of this world; None where its ranks stay."""
+        elastic = world.elastic
+        if elastic is None:
+            return None
+        if elastic.healer is None:
+            elastic.healer = cls(world, elastic)
+        assert isinstance(elastic.healer, Healing)
+        return elastic.healer
+
+    def add(self, replica: Replica, description: list[str]) -> None:
+        """Another replica in this world; `description`: what must be the same on every rank."""
+        self._replicas.append(weakref.ref(replica))
+        self._descriptions += description
+        replica.healing = self
+
+    # What is there -----------------------------------------------------------------------------------------------
+
+    def replicas(self) -> list[Replica]:
+        """Those that live, in the order in which they were bound."""
+        return [replica for ref in self._replicas if (replica := ref()) is not None and not replica.is_closed]
+
+    def models(self) -> list[nn.Module]:
+        """Theirs."""
+        return [replica.model for replica in self.replicas()]
+
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """Theirs."""
+        return [replica.scaler for replica in self.replicas() if replica.scaler is not None]
+
+    def _read_scalers(self) -> list[dict[str, Any]]:
+        return [_plain(scaler.state_dict()) for scaler in self.scalers()]
+
+    def _find_schedules(self) -> list[Any]:
+        """The learning-rate schedules of their optimizers, in an order that is the same on every rank."""
+        return [schedule for replica in self.replicas() for schedule in _find_schedules(replica.optimizer)]
+
+    def read_schedules(self) -> dict[str, Any]:
+        """The state of the schedules, and the learning rates that they have set."""
+        return {
+            "schedules": [_plain(schedule.state_dict()) for schedule in self._find_schedules()],
+            "groups": [[_plain(_without_params(g)) for g in r.optimizer.param_groups] for r in self.replicas()],
+        }
+
+    def load_schedules(self, state: dict[str, Any]) -> None:
+        """Set both."""
+        for schedule, saved in zip(self._find_schedules(), state["schedules"], strict=False):
+            schedule.load_state_dict({**schedule.state_dict(), **saved})
+        for replica, groups in zip(self.replicas(), state["groups"], strict=True):
+            for group, saved in zip(replica.optimizer.param_groups, groups, strict=True):
+                group.update(saved)
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
+        """The optimizer is about to step: `run` ends the window. Where that failed, the step changes nothing, and the
+        world is formed anew with the next batch."""
+        if self.elastic.is_joining:
+            self.heal(is_open=not self.world.shards)
+        elif not self.elastic.is_idle:
+            try:
+                with self.elastic.inside():
+                    return run()
+            except PeerLost as error:
+                self.elastic.broken = error
+        self._give_up_window()
+        if self.elastic.broken is not None and not self.world.shards:
+            self.heal(is_open=True)
+        self._count_given_up(optimizer)
+        for replica in self.replicas():
+            replica.model.zero_grad()
+            replica.optimizer.zero_grad()  # which may hold parts of the parameters in their place
+        self._is_stepping = False
+        return None
+
+    def after_step(self, run: Callable[[], None]) -> None:
+        """The optimizer has stepped."""
+        if not self._is_stepping:
+            self._is_stepping = True
+            return
+        self._commit()
+        try:
+            with self.elastic.inside():
+                run()
+        except PeerLost as error:
+            self.elastic.broken = error
+        if not self.world.shards and (self.elastic.broken is not None or self.elastic.membership.is_regroup_requested):
+            self.heal(is_open=True)  # else the next batch is the place
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the batches that are out will be given out once more."""
+        return self._again is not None and self._again.shard in self._positions
+
+    def _give_up_window(self) -> None:
+        """Till now nothing but its forward passes has changed what is to be restored before it is repeated."""
+        if self._open is not None and self._open.schedules is None:
+            self._open.schedules = self.read_schedules()
+
+    def _count_given_up(self, optimizer: Optimizer) -> None:
+        """Until it is forgotten, a window that was given up counts: another rank may have made this step, and what the
+        program does by `replica.step` in the rest of the round (save after every tenth), all ranks have to do."""
+        for replica, step in zip(self.replicas(), self._counted[0], strict=False):
+            if self._open is not None and replica.optimizer is optimizer:
+                replica.step = step + 1
+
+    def _count(self) -> None:
+        self._counted = [replica.step for replica in self.replicas()], self.world.ledger.step_count
+
+    def _commit(self) -> None:
+        self.commits += 1
+        self._open = None
+        self._count()
+        for shard in self.world.shards.values():
+            if shard.is_out:
+                self._trained.add(shard.name)
+                self._positions[shard.name] = shard.position
+                if self.world.batch_weights.is_ahead(shard.name) and not self._has_warned:
+                    self._has_warned = True
+                    warn_user(_DRAWN_AHEAD.format(shard.name))
+
+    def before_batch(self, shard: Batches) -> None:
+        """A batch is asked for: a place to be let in at, and to heal what the steps have not."""
+        while True:
+            others_out = any(other.is_out for other in self.world.shards.values() if other is not shard)
+            is_over = self._positions.get(shard.name, [-1])[0] > shard.epoch  # here, and the others are further
+            is_trained = self._is_trained(shard)
+            is_open = not others_out and not is_over and is_trained
+            summoned = is_open and self.elastic.membership.is_regroup_requested
+            if self.elastic.is_joining or self.elastic.broken is not None or summoned:
+                self.heal(is_open=is_open)
+                continue  # called again where some were not open: they come here next
+            if self._is_late and not self._has_caught_up(shard):
+                shard.cut()
+                return
+            if self._is_moved and shard.name in self._positions:  # it may have been in an earlier pass
+                shard.move_to(*self._positions[shard.name])
+            if not (self._newcomers and is_trained and self._positions.get(shard.name, [-1])[0] == shard.epoch):
+                return  # no newcomer begins with this batch: the pass ends here, or is another
+            try:
+                with self.elastic.inside():
+                    self._greet()
+                return
+            except PeerLost as error:
+                self.elastic.broken = error
+
+    def _has_caught_up(self, shard: Batches) -> bool:
+        """Whether this is the pass that the others are in; passes before it give nothing out."""
+        if shard.name not in self._positions:
+            return False
+        shard.move_to(*self._positions[shard.name])
+        return shard.epoch >= self._positions[shard.name][0]
+
+    def _greet(self) -> None:
+        """With the first batch after they have come (at once, where there are none), newcomers, and ranks that
+        were behind, get what the program of the source has changed."""
+        again = self._again
+        mine = {
+            "schedules": again.schedules if again is not None else self.read_schedules(),
+            "scalers": [_plain(state) for state in again.scaler_states()]
+            if again is not None
+            else self._read_scalers(),
+            "followed": again.followed if again is not None else self.followed.state(),
+        }
+        packet = self.world.broadcast_object(mine, self._source)
+        self._newcomers = False
+        if not (self._is_late or self._is_moved):
+            return
+        if self._is_late:
+            self.elastic.end_replay()
+        self._is_late = self._is_moved = False
+        self.load_schedules(packet["schedules"])
+        for scaler, state in zip(self.scalers(), packet["scalers"], strict=False):
+            scaler.load_state_dict(state)
+        self.followed.load(packet["followed"])
+
+    def after_batch(self, shard: Batches) -> None:
+        """It is about to be given out."""
+        self.elastic.is_skipping = False
+        if self._again is not None:
+            self._again.restore(self)
+            self._open, self._again = self._again, None
+        elif self._is_trained(shard) and not self._has_open_pass():
+            self._open = Snapshot(self, shard.name)
+            self._count()
+            if shard.name not in self._positions:
+                self._positions[shard.name] = [shard.epoch, shard.batch - 1]
+
+    def _is_trained(self, shard: Batches) -> bool:
+        """Whether its batches lead to steps, as far as is known: a pass for validation changes nothing."""
+        return shard.name in self._trained or not self._trained
+
+    def _has_open_pass(self) -> bool:
+        """Whether the pass in which the window was begun goes on: before the first step it may have been validation."""
+        begun = None if self._open is None else self.world.shards.get(self._open.shard)
+        return begun is not None and begun.is_out
+
+    # Another generation ------------------------------------------------------------------------------------------
+
+    def heal(self, *, is_open: bool | None = None) -> None:
+        """Go on in the next generation of the world; see the top of this file.
+
+        `is_open`: whether one who comes may begin here; None: in a call of the program, as it is between two passes.
+        """
+        if is_open is None:
+            is_open = self.elastic.in_call and self.elastic.is_between_passes
+        why = self.elastic.broken or PeerLost("the world is formed anew")
+        began = self.world.ledger.clock()
+        self._give_up_window()
+        if self._open is not None:
+            self._forget_window()
+        in_step = self._open is not None
+        attempts: Counter[tuple[int, ...]] = Counter()
+        with self.elastic.inside():
+            while True:
+                self.world.abandon(why)
+                assigned = self.elastic.membership.join_generation(is_open=is_open)
+                attempts[assigned.pids] += 1
+                try:
+                    self._enter(assigned)
+                    break
+                except PeerLost as error:
+                    if attempts[assigned.pids] >= MOST_ATTEMPTS:
+                        raise
+                    why = error
+                except _Again as error:
+                    why = PeerLost(str(error))
+        self.elastic.broken, self.elastic.is_skipping = None, in_step
+        self.world.ledger.close_span("forming", began, self.world.ledger.clock())
+        if self._former is not None:
+            self._former.close()
+            self._former = None
+        self.elastic.membership.acknowledge()
+
+    def _forget_window(self) -> None:
+        """A window that was given up may have been counted."""
+        steps, count = self._counted
+        for replica, step in zip(self.replicas(), steps, strict=False):
+            replica.step = step
+        if self.world.ledger.step_count != count:
+            self.world.ledger.resume(count)
+
+    def _enter(self, assigned: Assignment) -> None:
+        joins = not self._is_member
+        fresh = self.elastic.form_generation(assigned, self.world.device)
+        old = self.world.adopt(fresh)
+        self.world.stragglers, self.world.speeds = (), None
+        if joins or self._former is not None:
+            old.close()  # a generation that was never complete
+        else:
+            self._former = old
+        if self._kept is not None:  # the one that this rank was brought up to may be lost
+            self._kept.restore()
+            self._kept, self._is_whole = None, True
+        has_all = self._is_whole and not joins and not self._is_late
+        every = self.world.gather_objects(self._describe(joins, has_all))
+        faults.fire_in_healing(self.world.ledger.step_count)
+        source = max(range(self.world.size), key=lambda r: (*(every[r][what] for what in _FURTHEST), -r))
+        if every[source]["commits"] < 0:
+            raise StateLost(
+                "the workers that had all of the model were lost while the others were being given it: start the run "
+                "anew from its last checkpoint"
+            )
+        self._refuse_strangers(every, source)
+        behind = every[source]["commits"] > self.commits or joins
+        if self._open is not None:
+            self._open.restore_buffers()
+        given_up = self._open or self._again
+        if given_up is not None and given_up.schedules is not None and not behind:
+            self.load_schedules(given_up.schedules)  # the program may have gone on, and learning rates are sent along
+        if behind and has_all and all(replica.sharded_state() is None for replica in self.replicas()):
+            self._kept = _Kept(self.replicas())
+        self._is_whole, note = self._is_whole and not behind, ""
+        for replica in self.replicas():
+            replica.world = self.elastic.solo if self._former is None else self._former
+            note = replica.rebind(self.world, source=source)
+        self.world.ledger.event("world", generation=assigned.generation, ranks=self.world.size, what=note)
+        furthest = every[source]["commits"]
+        someone_joins, someone_moves = any(one["joins"] for one in every), any(o["commits"] < furthest for o in every)
+        packet = self.world.broadcast_object(self._pack(someone_joins, someone_moves), source)
+        for shard in list(self.world.shards.values()):
+            shard.rebind(self.world)
+        results = self._find_results(every)
+        self.elastic.write_log()
+        self.world.tell_followers()
+        self.world.barrier()
+        self._kept = None
+        self._source, self._newcomers = source, someone_moves or any(one["late"] for one in every)
+        self._take(packet, behind=behind, joins=joins)
+        if self._newcomers and not any(one["reads"] for one in every):
+            self._greet()  # no batch will be asked for
+        self.elastic.calls = packet["calls"]  # those in a step that was given up may have made more, or fewer
+        if results:
+            self.elastic.calls -= len(results)
+            self.elastic.hand(results)
+
+    def _describe(self, joins: bool, has_all: bool) -> dict[str, Any]:
+        """How far this rank has come, and what it trains."""
+        return {
+            "commits": self.commits if has_all else -1,
+            "calls": self.elastic.calls if not joins else -1,
+            "in call": self.elastic.in_call,
+            "passes": sum(shard.epoch for name, shard in self.world.shards.items() if name in self._trained),
+            "joins": joins,
+            "late": joins or self._is_late or self._is_moved,
+            "reads": bool(self.world.shards),
+            "what": self._descriptions,
+            "closed": self.elastic.is_closed,
+        }
+
+    def _refuse_strangers(self, every: list[dict[str, Any]], source: int) -> None:
+        """A worker that has come with another model, strategy or version is refused; the others go on without it."""
+        refused = {}
+        for rank, one in enumerate(every):
+            if one["joins"] and every[source]["closed"]:
+                refused[rank] = "what the others have told each other before is more than is remembered (64 MiB)"
+            elif one["joins"] and one["what"] != every[source]["what"]:
+                pairs = [*zip(one["what"], every[source]["what"], strict=False)]
+                mine, theirs = next(
+                    ((a, b) for a, b in pairs if a != b),
+                    (f"{len(one['what'])} lines", f"{len(every[source]['what'])} lines"),
+                )
+                refused[rank] = f"it has {mine}, the others have {theirs}"
+        if self.world.rank in refused:
+            raise Refused(f"this worker cannot join the run: {refused[self.world.rank]}")
+        if refused:
+            if self.world.rank == source:
+                for why in refused.values():
+                    print(f"unisono: a worker that came was refused: {why}", file=sys.stderr)
+            raise _Again("a worker that came was refused")
+
+    def _pack(self, someone_joins: bool, someone_moves: bool) -> dict[str, Any]:
+        """What the others are told by the source."""
+        positions = {}
+        for name, position in self._positions.items():
+            shard = self.world.shards.get(name)
+            if shard is not None and (name in self._trained or not self._trained):
+                positions[name] = position if shard.epoch <= position[0] else [shard.epoch, 0]
+        return {
+            "commits": self.commits,
+            "positions": positions,
+            "calls": self.elastic.calls,
+            "log": self.elastic.log if someone_joins else [],
+            "schedules": self.read_schedules() if someone_moves else None,
+        }
+
+    def _find_results(self, every: list[dict[str, Any]]) -> list[bytes]:
+        """The results of the call of the program that this rank is in, and of those after it, where others have ended
+        them."""
+        most = max(one["calls"] for one in every)
+        if not any(one["in call"] and 0 <= one["calls"] < most for one in every):
+            return []
+        holder = next(rank for rank, one in enumerate(every) if one["calls"] == most)
+        recent: list[bytes] = self.world.broadcast_object(list(self.elastic.recent), holder)
+        behind = most - self.elastic.calls if self.elastic.in_call else 0
+        return recent[-behind:] if 0 < behind <= len(recent) else [b""] * min(behind, 1)
+
+    def _take(self, packet: dict[str, Any], *, behind: bool, joins: bool) -> None:
+        self.commits, self._is_whole = packet["commits"], True
+        self._count()
+        self._positions = dict(packet["positions"])
+        self._trained |= set(packet["positions"])
+        if joins:
+            self._is_member = self._is_late = True
+            for replica in self.replicas():  # else torch warns when a schedule moves in passes that give no batch
+                replica.optimizer._opt_called = True  # type: ignore[attr-defined]
+            self.elastic.replay(packet["log"], packet["calls"])
+            return
+        for name, position in packet["positions"].items():
+            if name in self.world.shards:
+                self.world.shards[name].move_to(*position)
+        if behind:
+            self._open = self._again = None
+            self._is_moved = True
+            self.load_schedules(packet["schedules"])  # once more with the next batch, if there is one
+        elif self._open is not None:
+            self._again, self._open = self._open, None
+
+
+_DRAWN_AHEAD = (
+    "batches of {} are drawn ahead of the steps that use them, in a run that survives the loss of a worker: the batch "
+    "of a step that a loss breaks off would be left out, and the one drawn ahead used as it was divided before. Draw "
+    "each batch after the step before it; DataLoader(..., num_workers=2) reads ahead by itself, and what it has "
+    "read is divided anew"
+)
+
+
+def _find_schedules(optimizer: Optimizer) -> list[Any]:
+    """Those of an optimizer, which does not know them: they hold it, in their dict or (where nobody asked for that yet)
+    in themselves. Not all objects are looked at: to hold a tuple that another thread is about to make breaks it."""
+    kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    holders = gc.get_referrers(optimizer)
+    owners = gc.get_referrers(*(holder for holder in holders if type(holder) is dict))
+    found = {id(o): o for o in (*holders, *owners) if issubclass(type(o), kinds) and o.optimizer is optimizer}
+    return sorted(found.values(), key=_describe_schedule)
+
+
+def _describe_schedule(schedule: Any) -> str:
+    """What tells schedules of an optimizer apart: their type and settings, without what changes with the steps."""
+    settings = [(k, v) for k, v in vars(schedule).items() if k[0] != "_" and isinstance(v, bool | int | float | str)]
+    counters = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
+    return f"{type(schedule).__name__} {sorted((k, v) for k, v in settings if k not in counters)}"
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """What can be sent: plain values and tensors."""
+    kinds = (bool, int, float, str, list, tuple, Tensor, type(None))
+    return {name: copy.deepcopy(value) for name, value in state.items() if isinstance(value, kinds)}

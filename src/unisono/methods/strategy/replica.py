@@ -1,0 +1,578 @@
+"""Strategy and Replica: a method with its settings, and this rank's copy of the model under it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.launchers.runtime import status, stops
+from unisono.methods.buckets import load_optimizer
+from unisono.methods.checks import AtLeast, check_settings
+from unisono.methods.exchange.overlap import is_held
+from unisono.methods.exchange.reduction import Reduction
+from unisono.methods.exchange.reduction import Residual as Residual
+from unisono.methods.exchange.windows import StepHooks, Windows
+from unisono.methods.strategy.fault_watch import FaultWatch
+from unisono.methods.strategy.mistakes import follow_optimizer, leave_optimizer
+from unisono.methods.strategy.parameter_watch import ParameterWatch
+from unisono.methods.strategy.pattern import Pattern
+from unisono.training.batch_norm import move_batch_norm, watch_batch_norms
+from unisono.training.checkpoint import ModelPart
+from unisono.world import World
+from unisono.world.batch_weights import watch_calls
+from unisono.world.elastic import Elastic
+from unisono.world.operations import put_back
+from unisono.world.straggler_watch import Treatment, after_step
+
+if TYPE_CHECKING:
+    from unisono.methods.strategy.healing import Healing
+
+Buffers = Literal["broadcast", "average", "local"]
+Accumulate = Annotated[int, AtLeast(1, "backward passes a window")]
+BucketBytes = Annotated[int, AtLeast(1, "bytes a bucket")]
+_replicas: weakref.WeakSet[Replica] = weakref.WeakSet()  # those that watch a model
+_replicas_lock = threading.Lock()
+
+
+class Strategy(ABC):
+    """A method with its settings: a frozen dataclass whose fields are the settings, checked by their annotations."""
+
+    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        """Refuse what cannot work, by name and with the reason; else start watching the model."""
+        check_settings(self)
+        self.check(model, optimizer, world)
+        return self.make(model, optimizer, world)
+
+    def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:  # noqa: B027 - most need none
+        """Refuse settings that do not go together, and a model, an optimizer or a world that the method cannot take."""
+
+    def why_torch_optimizer(self) -> str:
+        """Why the method cannot go with a library's optimizer that is not torch's (Keras'); "": it can."""
+        return ""
+
+    def pattern(self) -> Pattern:
+        """How the method exchanges, for predictions: of itself, gradients in every window, by all workers."""
+        return Pattern(reducer=getattr(self, "reducer", None), overlap=getattr(self, "overlap", None) is not False)
+
+    @abstractmethod
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        """The replica; all has been checked."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """From one world to another: who stayed, in the ranks of the new world.
+
+    A rank stayed if it was in the same world as rank `source` and had got as far (see `Replica.progress`).
+    """
+
+    world: World  # the new one
+    source: int  # the rank whose state all go on from
+    former_size: int  # of the world that `source` comes from
+    former_ranks: tuple[int, ...]  # of every rank of the new world, in the world that it comes from
+    progress: tuple[Any, ...]  # of every rank of the new world: how far it got
+    stayed: tuple[int, ...]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank stayed."""
+        return self.world.rank in self.stayed
+
+    @property
+    def lost(self) -> int:
+        """How many ranks of the former world are not here any more."""
+        return self.former_size - len(self.stayed)
+
+    @property
+    def factor(self) -> float:
+        """New size over former size: what the ranks that stayed had still to send counts so many times, so that it
+        weighs the same in the mean over the ranks."""
+        return self.world.size / self.former_size
+
+    def describe_unsent(self) -> str:
+        """What becomes of what the former ranks had still to send."""
+        text = f"what {len(self.stayed)} of the {self.former_size} former ranks had still to send stays with them"
+        if self.world.size != self.former_size:
+            text += f", times {self.world.size}/{self.former_size}"
+        return text + (f"; that of {self.lost} lost rank(s) is gone" if self.lost > 0 else "")
+
+
+class Replica:
+    """This rank's copy of the model under a strategy. The defaults do nothing; a method overrides what it needs.
+
+    Three groups of methods:
+
+    - during training, called by hooks on the optimizer: `before_step`, `after_step`. A method sets `windows`, which
+      watches backward passes, in `start`, and `reduction` if a reducer may keep something back to send it later;
+    - state: `shared_state`, `load_shared`, `local_state` and `load_local` for checkpoints and new worlds, `unsent` and
+      `take_unsent` for `switch`;
+    - another world: `rebind` is the same for all methods; they override its steps `check_change`, `settle`, `stop`,
+      `take_model`, `start` and `carry`.
+    """
+
+    own_gradients: ClassVar[bool] = False  # ranks' gradients differ: AMP may skip the step of one rank alone
+    own_optimizer: ClassVar[bool] = False  # ranks' optimizer states differ: those that stay in a new world keep theirs
+    # What may be done about slow ranks. "deal": give them fewer samples, as the mean over the ranks counts each sample
+    # once (`World.weight`), whatever the optimizer; "name": only say so; "ignore": no rank waits for them.
+    slow_ranks: ClassVar[Treatment] = "name"
+    not_measured: tuple[str, ...] = ()  # the parts of a step that the ledger's rows cannot tell from others
+    same_parameters: ClassVar[bool] = False  # after every step, bit by bit: ranks compare them now and then
+    bytes_by_formula: ClassVar[bool] = False  # the ledger's bytes are not counted where they are sent
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "consolidate" in vars(cls):
+            cls.consolidate = _survive_losses(cls.consolidate)  # type: ignore[method-assign, assignment]
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
+        self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
+        self.windows: Windows | None = None  # ends windows of backward passes
+        self.reduction: Reduction | None = None  # a reducer at work on gradients
+        self.scaler: torch.amp.GradScaler | None = None  # the one that it was told to watch
+        self._late_buffers: list[tuple[Tensor, Tensor]] = []  # and what they are to be after the step
+        self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
+        self._faults = FaultWatch.find(model, world)  # None: no fault script asks for any
+        self._parameter_watch = ParameterWatch.find() if self.same_parameters else None
+        self.healing: Healing | None = None  # where ranks come and go
+        self.is_closed = False
+        self._hooks: list[Any] = [
+            StepHooks.of(optimizer).watch(self._on_step_begin, self._on_step_end),
+            *watch_batch_norms(model, world),
+            *watch_calls([model], self, is_whole=True),
+        ]
+        self._sees_calls = True  # of the model; else of the modules in it
+        if world.rank == 0:  # what it finds is said once
+            follow_optimizer(self, optimizer)
+        with _replicas_lock:
+            _replicas.add(self)
+
+    @property
+    def elastic(self) -> Elastic | None:
+        """Where ranks come and go: what this process knows of that."""
+        return None if self.healing is None else self.healing.elastic
+
+    # Training ----------------------------------------------------------------------------------------------------
+
+    def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """With a closure (LBFGS), backward happens inside the step, as often as it is called: `before_step` comes after
+        each call of it."""
+        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+
+        def end_window(loss: Any = None) -> Any:
+            self.before_step()
+            self.fault_in_update()
+            return loss
+
+        def begin() -> Any:
+            self.begin_step(has_closure=closure is not None)
+            if closure is None:
+                return end_window()
+            rest = {name: value for name, value in kwargs.items() if name != "closure"}
+            return (args[0], lambda: end_window(closure()), *args[2:]), rest
+
+        return begin() if self.healing is None else self.healing.before_step(optimizer, begin)
+
+    def _on_step_end(self) -> None:
+        for buffer, value in self._late_buffers:
+            put_back(buffer, value)
+        self._late_buffers = []
+        if self.healing is None:
+            self.after_step()
+        else:
+            self.healing.after_step(self.after_step)
+
+    def fault_in_update(self) -> None:
+        """A fault on purpose in the optimizer's step happens here, unless it has."""
+        if self._faults is not None:
+            self._faults.in_update()
+
+    def begin_step(self, *, has_closure: bool) -> None:
+        """`optimizer.step()` was called; if it has a closure, backward is still to come."""
+
+    def before_step(self) -> None:
+        """The optimizer is about to step with the gradients that there are: end the window."""
+        if self.windows is not None:
+            self.windows.before_step()
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+        if self.windows is not None:
+            self.windows.after_step()
+
+    def share_buffers(self, how: Buffers, world: World) -> None:
+        """Make the model's buffers the same on every rank. Those that a graph still holds are written after the step:
+        a further backward pass through it would refuse them, and rightly."""
+        tensors: list[Tensor] = []
+        self._late_buffers = []
+        for buffer in self.model.buffers():
+            if is_held(buffer):
+                self._late_buffers.append((buffer, buffer.detach().clone()))
+                tensors.append(self._late_buffers[-1][1])
+            else:
+                tensors.append(buffer.detach())
+        share_buffers(tensors, how, world)
+
+    def advance(self) -> None:
+        """Count a window, and end the ledger's step."""
+        self.step += 1
+        if not self.world.batch_weights.end_window() and self._sees_calls:  # a program that calls modules one by one
+            self._sees_calls = False
+            self._hooks += watch_calls(list(self.model.modules())[1:], self, is_whole=False)
+        if self.world.axes is not None:
+            self.world.axes.end_window(self)
+        if self._faults is not None:
+            self._faults.before_count(self)
+        self.world.ledger.step(self)
+        status.note(step=self.world.ledger.step_count)
+        if stops.active:
+            stops.look("step")
+        self.world.run_tolerating_loss(self._compare_ranks)
+        if self._faults is not None:
+            self._faults.after_count()
+
+    def _compare_ranks(self) -> None:
+        """Who is slow, and whether the ranks still have the same parameters."""
+        after_step(self.world, self.slow_ranks)
+        if self._parameter_watch is not None:
+            self._parameter_watch.count_step(self)
+
+    def forget_writes(self) -> None:
+        """Parameters are what a checkpoint, another world or a switch made them: the program did not write them."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Exchange nothing inside the block: gradients stay local and add up."""
+        return nullcontext() if self.windows is None else self.windows.no_sync()
+
+    def one_pass(self) -> AbstractContextManager[None]:
+        """Count all backward passes inside the block as one, which ends with the block: those of microbatches, say.
+        The gradients are exchanged after it, where that pass is the window's last."""
+        if self.windows is None:
+            raise ValueError(f"{type(self.strategy).__name__} cannot take several backward passes as one")
+        return self.windows.one_pass()
+
+    def sync(self) -> None:
+        """End the window now, on every rank: what has added up so far is exchanged. `optimizer.step()` does it
+        too; call it before clipping or AMP's unscaling where the last window of an epoch may be short."""
+        self.world.run_tolerating_loss(self.before_step if self.windows is None else self.windows.before_step)
+
+    def watch(self, scaler: torch.amp.GradScaler) -> None:
+        """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of
+        its step. Without it, that part counts twice or half once, after each change of the scale."""
+        self.scaler = scaler
+        if self.reduction is not None:
+            self.reduction.scale = scaler.get_scale
+
+    def consolidate(self) -> nn.Module:
+        """The model to evaluate or to save: here, the model itself."""
+        return self.model
+
+    def restore(self) -> None:
+        """Give model and optimizer back whole where they are split over the ranks; every rank calls it.
+
+        `close()` follows, or `split_again()`.
+        """
+
+    def split_again(self) -> None:
+        """Take them back after `restore()`."""
+        if type(self).restore is not Replica.restore:
+            self.start()
+
+    def close(self) -> None:
+        """Stop watching; the model is an ordinary one again."""
+        self.is_closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._faults is not None:
+            self._faults.close()
+        leave_optimizer(self)
+        self.world.ledger.leave(self)
+        with _replicas_lock:
+            _replicas.discard(self)
+        self.stop()
+        self.close_windows()
+
+    def close_windows(self) -> None:
+        """Watch backward passes no more."""
+        windows, self.windows = self.windows, None
+        if windows is not None:
+            windows.close()
+
+    # State -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside model and optimizer: "shared" by all ranks, and "local" to this one."""
+        return {"shared": self.shared_state(), "local": self.local_state()}
+
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        """Take `state_dict()`'s state; at another world size `state["locals"]` has every old rank's part."""
+        locals_ = [state["local"]] if same_world else state["locals"]
+        self.load_shared(state["shared"])
+        self.load_local(state["shared"], locals_, same_world=same_world)
+
+    def shared_state(self) -> dict[str, Any]:
+        """What all ranks have alike, beside model and optimizer. It takes no other rank to find out."""
+        kept = {} if self.reduction is None else {"reducer": self.reduction.state_dict()["shared"]}
+        return {"step": self.step, **kept}
+
+    def local_state(self) -> dict[str, Any]:
+        """What is this rank's own."""
+        return {} if self.reduction is None else {"reducer": self.reduction.state_dict()["local"]}
+
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        """Take `shared_state()`: a checkpoint's, or that of the rank that all go on from in a new world."""
+        self.step = shared["step"]
+
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        """Take `local_state()`: in the same world mine is the only one of `locals_`, else every former rank's is
+        there. `shared` is the checkpoint's, and has been taken."""
+        if self.reduction is not None and "each" in shared.get("reducer", ()):  # else it is another strategy's
+            self.reduction.load_state_dict(shared["reducer"], [part["reducer"] for part in locals_])
+
+    def model_part(self) -> ModelPart:
+        """What stands for this rank in the model that a checkpoint gives to plain PyTorch and to other strategies: it
+        must be the one that `consolidate()` gives. Here the model as it is. Must not talk to other ranks."""
+        return ModelPart()
+
+    def present_ranks(self) -> list[int]:
+        """The ranks that `gather_present` hears: all, unless a method goes on without those that died."""
+        return list(range(self.world.size))
+
+    def gather_present(self, obj: Any) -> dict[int, Any]:
+        """By rank, the `obj` of every rank that is there (every such rank calls it)."""
+        return dict(enumerate(self.world.gather_objects(obj)))
+
+    def sharded_state(self) -> dict[str, Any] | None:
+        """Where model and optimizer are split over the ranks: what this one holds, as {"model", "optimizer"} with a
+        `unisono.checkpoint.slices.Piece` in place of each tensor that is split. None where they are whole. Must not
+        talk to other ranks."""
+        return None
+
+    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
+        """Take my part of a checkpoint's model and optimizer, with a `unisono.checkpoint.slices.Stored` in place of
+        every tensor: where `sharded_state()` is not None."""
+        raise TypeError(f"{type(self.strategy).__name__} does not split model and optimizer over the ranks")
+
+    # Another strategy --------------------------------------------------------------------------------------------
+
+    def switch(self, strategy: str | Strategy) -> Replica:
+        """Go on with another strategy, from here on: `replica = replica.switch("powersgd(rank=2)")`.
+
+        Every rank calls it at the same step. Returns the replica to use from now on; this one is closed. What a
+        reducer had still to send goes over to the next, where that keeps such a memory too.
+        """
+        from unisono.methods.strategy.switching import switch
+
+        return switch(self, strategy)
+
+    def unsent(self) -> Residual | None:
+        """What this rank has kept back to send later, with the unit it is in; None where a method keeps nothing."""
+        return None if self.reduction is None else self.reduction.unsent()
+
+    def take_unsent(self, unsent: Residual) -> None:
+        """Send later what another method has kept back; ValueError where there is no way to do that."""
+        if self.reduction is not None and unsent.unit == self.reduction.unit:
+            self.reduction.take_unsent(unsent)
+            return
+        if unsent.is_empty:
+            return
+        name = type(self.strategy).__name__
+        raise ValueError(
+            f"{unsent.spec} has kept back {unsent.unit} that it has still to send, and {name} has no place for them: "
+            "switch to 'allreduce' first, which sends them with the next gradients"
+        )
+
+    # Another world -----------------------------------------------------------------------------------------------
+
+    def rebind(self, world: World, *, source: int = 0) -> str:
+        """Go on in another world; rank `source` of it has the state to go on from. Says what was done.
+
+        1. who stayed: every rank says where it comes from and how far it got; a world that cannot work is refused;
+        2. stop: let go of all that belongs to the former world;
+        3. take over: model, optimizer, step and the ledger's count of steps;
+        4. start: begin to exchange with the ranks of the new world;
+        5. carry: bring the method's own state over.
+        """
+        self.check_world(world)
+        self.settle(is_source=world.rank == source)
+        mine = [self.world.size, self.world.rank, self.progress()]
+        change = self._who_stayed(world, source, world.gather_objects(mine))
+        self.check_change(change)
+        shared = self.shared_state() if world.rank == source else None
+        self.stop(change)
+        self.enter(world)
+        taken = self.take_model(change)
+        shared = self._follow_source(change, shared)
+        move_batch_norm(self.model, world)
+        self.start()
+        with torch.no_grad():
+            carried = self.carry(change, shared)
+        dropped = "gradients that were not stepped are dropped"
+        return "; ".join(filter(None, [f"step {self.step}: {taken}", carried, dropped]))
+
+    def _who_stayed(self, world: World, source: int, every: Sequence[Any]) -> Change:
+        size, _, progress = every[source]
+        same = [r for r, (n, _, theirs) in enumerate(every) if n == size and self.got_as_far(theirs, progress)]
+        stayed = same if size > 1 else [source]
+        _, ranks, progresses = zip(*every, strict=True)
+        return Change(world, source, size, tuple(ranks), tuple(progresses), tuple(stayed))
+
+    def _follow_source(self, change: Change, shared: dict[str, Any] | None) -> dict[str, Any]:
+        """The optimizer's state, the step and the ledger's count, and the method's `shared_state()` of the source."""
+        world = change.world
+        if world.rank == change.source:
+            packed = {
+                "optimizer": self.optimizer.state_dict(),
+                "step": self.step,
+                "steps": world.ledger.step_count,
+                "shared": shared,
+            }
+        else:
+            packed = {}
+        packed = world.broadcast_object(packed, change.source)
+        if world.rank != change.source:
+            if not (self.own_optimizer and change.keeps):
+                load_optimizer(self.optimizer, packed["optimizer"])
+            self.step = packed["step"]
+            if world.ledger.step_count != packed["steps"]:
+                world.ledger.resume(packed["steps"])
+        return packed["shared"]  # type: ignore[no-any-return]
+
+    def check_world(self, world: World) -> None:
+        """Refuse a world that the method cannot work in."""
+
+    def settle(self, *, is_source: bool) -> None:
+        """The former world ends: wait for what still arrives, forget what does not."""
+
+    def progress(self) -> Any:
+        """How far this rank got: plain values, the same on ranks that went through the same exchanges. A dict may have
+        these as "reached", and beside them what others have to know (`Change.progress`)."""
+        return self.step
+
+    def got_as_far(self, progress: Any, source: Any) -> bool:
+        """Whether a rank of the source's former world got as far as the source, by what `progress` gave."""
+        mine, theirs = (x["reached"] if isinstance(x, dict) and "reached" in x else x for x in (progress, source))
+        return bool(mine == theirs)
+
+    def check_change(self, change: Change) -> None:
+        """Refuse a change that loses what is needed; nothing has changed yet."""
+
+    def stop(self, change: Change | None = None) -> None:
+        """Let go of channels, threads and memory of the former world. `close()` calls it too, without a change."""
+
+    def enter(self, world: World) -> None:
+        """Be in another world. Gradients that were not stepped are those of the former one: a rank that comes has
+        none."""
+        self.close_windows()
+        self.world = world
+        if self._faults is not None:
+            self._faults.enter(world)
+        self.model.zero_grad()
+
+    def take_model(self, change: Change) -> str:
+        """Make the model the one to go on from; says which that is."""
+        if change.world.size > 1:
+            share(self.model, change.world, change.source)
+        return f"model and optimizer from rank {change.source} of {change.world.size}"
+
+    def start(self) -> None:
+        """Begin to exchange with the ranks of `self.world`; model and optimizer are those to go on from."""
+
+    def start_or_close(self) -> None:
+        """The last line of a method's `__init__`: start, or leave nothing behind on model and optimizer."""
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        """Take the source's `shared_state()`, and keep what is this rank's own; says what became of that, or ""."""
+        self.load_shared(shared)
+        if self.reduction is not None:
+            self.reduction.move(shared["reducer"], keep=change.keeps, factor=change.factor)
+        return ""
+
+
+def _survive_losses(consolidate: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+    """Where ranks come and go, one call of the program, which is done again where a rank is lost in it. A worker that
+    comes later gets its own model there: its evaluations of past epochs see no batch."""
+
+    @wraps(consolidate)
+    def call(self: Replica) -> nn.Module:
+        elastic, made = self.elastic, self.model
+        if elastic is None or elastic.is_inside:
+            return consolidate(self)
+
+        def run() -> None:
+            nonlocal made
+            made = consolidate(self)
+            self.world.barrier(tag="consolidate")  # no rank goes on while another has to do it again
+
+        elastic.call(run, alone=lambda: None)
+        return made
+
+    return call
+
+
+def bound_parameters(names: dict[nn.Parameter, str]) -> list[str]:
+    """Which of these parameters a replica watches, by name."""
+    with _replicas_lock:
+        return [names[p] for replica in _replicas for p in replica.model.parameters() if p in names]
+
+
+def share(model: nn.Module, world: World, src: int = 0) -> None:
+    """Give every rank rank `src`'s parameters and buffers."""
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    with torch.no_grad():
+        world.broadcast(tensors, src, tag="initial state").wait()
+
+
+def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World, weight: float | None = None) -> None:
+    """Make buffers the same on every rank: numbers with a fraction become their mean, the others are rank 0's.
+
+    `weight`: how much this rank counts in the mean, where ranks may count differently.
+    """
+    if how == "local" or not buffers:
+        return
+    floats = [b for b in buffers if how == "average" and (b.is_floating_point() or b.is_complex())]
+    others = [b for b in buffers if not any(b is x for x in floats)]
+    if weight is None:
+        world.all_reduce(floats, "mean", tag="buffers").wait()
+    else:
+        take_weighted_mean(floats, weight, world, tag="buffers")
+    world.broadcast(others, tag="buffers").wait()
+
+
+@torch.no_grad()
+def take_weighted_mean(tensors: Sequence[Tensor], weight: float, world: World, *, tag: str) -> None:
+    """Replace tensors on every rank by (sum of weight_i x_i) / (sum of weight_i), or by their mean where all weights
+    are 0. The weights travel with the tensors; where all are 1, the result has the bits of a plain mean."""
+    if not tensors or world.size == 1:
+        return
+    before = [x.clone() for x in tensors] if weight == 0.0 else []
+    for x in tensors:
+        if weight == 0.0:
+            x.zero_()  # also where it is not finite
+        elif weight != 1.0:
+            x.mul_(weight)
+    wide = any(x.dtype in (torch.float64, torch.complex128) for x in tensors)
+    weights = torch.tensor([weight], dtype=torch.float64 if wide else torch.float32, device=tensors[0].device)
+    world.all_reduce([*tensors, weights], "mean", tag=tag).wait()
+    total = float(weights)
+    if total == 0.0:  # all ranks have the same total
+        torch._foreach_copy_(list(tensors), before)
+        world.all_reduce(list(tensors), "mean", tag=tag).wait()
+    elif total != 1.0:
+        for x in tensors:
+            x.div_(total)

@@ -1,0 +1,48 @@
+"""All checks, in the order of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from unisono.launchers.runtime.run_folder import find_version
+from unisono.observe.doctor import host, installed, network, transports
+from unisono.observe.doctor.findings import Finding, run_check
+
+__all__ = ["examine", "list_checks"]
+
+Check = tuple[str, str, Callable[[], Sequence[Finding]]]
+
+
+def examine(hosts: network.Hosts | None = None, checks: Sequence[Check] | None = None) -> list[Finding]:
+    """What all checks find; `hosts`: other hosts to be examined too."""
+    found: list[Finding] = []
+    for section, name, check in list_checks(hosts) if checks is None else checks:
+        found += run_check(section, name, check)
+    return found
+
+
+def list_checks(hosts: network.Hosts | None = None) -> list[Check]:
+    """Every check, with the section and the name that its findings have where it cannot be made."""
+    here = Path(__file__).parents[2]
+    checks: list[Check] = [
+        (installed.SECTION, "python", installed.check_python),
+        (installed.SECTION, "unisono", lambda: installed.check_package(find_version(), here)),
+        (installed.SECTION, "requirements", installed.check_required),
+        (installed.SECTION, "extras", installed.check_extras),
+        (host.SECTION, "cores and memory", host.check_cores),
+        (host.SECTION, "shared memory", host.check_shared_memory),
+        (host.SECTION, "huge pages", host.check_huge_pages),
+        (host.SECTION, "open files", host.check_descriptors),
+        (host.SECTION, "locked memory", host.check_locked_memory),
+        (host.SECTION, "folder of runs", host.check_runs_folder),
+        (host.SECTION, "clock", lambda: host.check_clock(matters=hosts is not None)),
+        (host.SECTION, "engines", host.check_engines),
+        (host.SECTION, "lab", host.check_lab),
+        (transports.SECTION, "transports", transports.check_transports),
+        (network.SECTION, "sockets", network.check_sockets),
+        (network.SECTION, "interface", network.check_interface),
+    ]
+    if hosts is not None:
+        checks.append((network.SECTION, "hosts", lambda: network.check_hosts(hosts)))
+    return checks

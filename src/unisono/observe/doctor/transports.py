@@ -1,0 +1,222 @@
+"""Which transports work here: each is tried by two real workers, with numbers that are checked."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.observe.doctor.findings import Finding
+
+if TYPE_CHECKING:
+    from unisono.world.transports import Transport
+
+__all__ = ["check_transports", "judge_answers", "try_transports"]
+
+SECTION = "transports and devices"
+_NUMBERS = 1 << 20  # floats of a trial: 4 MiB
+_TRIALS = 3
+_PATIENCE_S = 60.0  # of the workers, with their start
+_GLOO_S = 10.0
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+Answer = dict[str, Any]
+
+
+def check_transports(launch: Callable[..., list[Answer]] | None = None) -> list[Finding]:
+    """Two workers of this host try each transport, and say what they found."""
+    from unisono.launchers import WorkerError
+    from unisono.launchers import launch as launch_workers
+
+    try:
+        answers = (launch_workers if launch is None else launch)(
+            try_transports, 2, threads=1, output="rank0", timeout_s=_PATIENCE_S
+        )
+    except TimeoutError:
+        text = f"two workers did not come to an end in {_PATIENCE_S:g} s"
+        advice = "try `unisono run -n 2` with a program of yours; `unisono stacks` shows what its workers wait for"
+        return [Finding(SECTION, "workers", "bad", text, advice)]
+    except WorkerError as error:
+        advice = (
+            "nothing can be run before that is solved: `python -c 'import torch'` in the same environment may say more"
+        )
+        return [Finding(SECTION, "workers", "bad", f"two workers could not be run: {error}", advice)]
+    return judge_answers(answers)
+
+
+# In a worker ----------------------------------------------------------------------------------------------------------
+
+
+def try_transports() -> Answer:
+    """Run by each of two workers: what each transport did, as plain values."""
+    import torch
+
+    from unisono.world import join
+
+    torch.set_num_threads(1)
+    world = join("cpu")
+    assert world.transport is not None
+    answer: Answer = {"torch": torch.__version__, "cuda_build": torch.version.cuda, "gpus": _list_gpus()}
+    answer["reads_peers"] = world.transport.reads_peers
+    answer["shared memory"] = _try(lambda: _measure(world.transport, "cpu"))
+    answer["gloo"] = _try(lambda: _measure(_connect_gloo(world.transport), "cpu"))
+    answer["backend"] = _try(_find_backend)
+    gpus = [len(each) for each in world.gather_objects(answer["gpus"])]
+    if min(gpus) > 0:
+        answer["NCCL"] = _try(lambda: _try_nccl(world.transport, alone=min(gpus) < world.size))
+    return answer
+
+
+def _list_gpus() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": one.name, "memory_bytes": one.total_memory} for one in every]
+
+
+def _try(trial: Callable[[], Answer]) -> Answer:
+    """What the trial gives, or its error in words: that is what was asked for."""
+    try:
+        return trial()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _measure(transport: Transport | None, device: str) -> Answer:
+    """All-reduce some numbers a few times and check the sums; the seconds of the fastest."""
+    import torch
+
+    assert transport is not None
+    seconds = float("inf")
+    for trial in range(_TRIALS):
+        mine = torch.full((_NUMBERS,), float(transport.rank + 1 + trial), dtype=torch.float32, device=device)
+        began = time.perf_counter()
+        transport.all_reduce([mine], "sum")
+        found = float(mine[0]), float(mine[-1])
+        seconds = min(seconds, time.perf_counter() - began)
+        wanted = float(sum(rank + 1 + trial for rank in range(transport.size)))
+        if found != (wanted, wanted):
+            raise ArithmeticError(f"the sum over the ranks is {found[0]:g} to {found[1]:g}, expected {wanted:g}")
+    return {"seconds": seconds, "bytes": 4 * _NUMBERS}
+
+
+def _connect_gloo(transport: Transport | None) -> Transport:
+    from torch.distributed import PrefixStore
+
+    from unisono.world.stores import open_torch_store
+    from unisono.world.transports.gloo import GlooTransport
+
+    assert transport is not None
+    store = open_torch_store(
+        lambda text: transport.exchange(text.encode())[0].decode(), transport.rank, towards="127.0.0.1"
+    )
+    return GlooTransport(PrefixStore("doctor", store), transport.rank, transport.size, timeout_s=_GLOO_S)
+
+
+def _try_nccl(transport: Transport | None, *, alone: bool) -> Answer:
+    """Between the first two devices; `alone`: there is one, so each rank tries it by itself."""
+    import torch
+    from torch.distributed import HashStore, PrefixStore
+
+    from unisono.world.stores import open_torch_store
+    from unisono.world.transports.nccl import NcclTransport
+
+    assert transport is not None
+    rank, size = (0, 1) if alone else (transport.rank, transport.size)
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    if alone:
+        store: Any = HashStore()
+    else:
+        store = open_torch_store(
+            lambda text: transport.exchange(text.encode())[0].decode(), transport.rank, towards="127.0.0.1"
+        )
+    return {**_measure(NcclTransport(PrefixStore("n", store), rank, size, device, timeout_s=20), "cuda"), "ranks": size}
+
+
+def _find_backend() -> Answer:
+    import torch.distributed as dist
+
+    return {"registered": "unisono" in dist.Backend.backend_list}
+
+
+# What it means --------------------------------------------------------------------------------------------------------
+
+
+def judge_answers(answers: Sequence[Answer], yama: Path = _YAMA, devices: Path = Path("/dev/nvidia0")) -> list[Finding]:
+    """What the workers' answers mean, a line for each transport."""
+    found = [
+        _judge(answers, "shared memory", "workers of one host exchange through it: without it no run works here"),
+        _judge_reading(answers, yama),
+        _judge(
+            answers,
+            "gloo",
+            "hosts talk by it: look whether a firewall closes ports above 1024, and whether GLOO_SOCKET_IFNAME names "
+            "an interface of this host; on one host runs do without",
+            fatal=False,
+        ),
+        _judge_backend(answers),
+        _judge_devices(answers[0], devices),
+    ]
+    if answers[0]["gpus"]:
+        found.append(_judge(answers, "NCCL", "GPUs talk by it: NCCL_DEBUG=INFO in the environment of a run says more"))
+    return found
+
+
+def _judge(answers: Sequence[Answer], name: str, advice: str, *, fatal: bool = True) -> Finding:
+    tried = [answer.get(name, {"error": "it was not tried"}) for answer in answers]
+    errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(tried) if "error" in one]
+    if errors:
+        return Finding(SECTION, name, "bad" if fatal else "warn", "; ".join(dict.fromkeys(errors)), advice)
+    seconds, nbytes = max(one["seconds"] for one in tried), tried[0]["bytes"]
+    ranks = tried[0].get("ranks", len(answers))
+    who = f"{ranks} ranks" if ranks > 1 else "1 rank, as there is one GPU"
+    text = f"works: {nbytes >> 20} MiB summed over {who} in {1e3 * seconds:.1f} ms"
+    return Finding(SECTION, name, "ok", text, values={"seconds": seconds, "bytes": nbytes, "ranks": ranks})
+
+
+def _judge_reading(answers: Sequence[Answer], yama: Path) -> Finding:
+    name = "process_vm_readv"
+    if all(answer["reads_peers"] for answer in answers):
+        return Finding(SECTION, name, "ok", "permitted: workers read each other's gradients where they are")
+    if os.environ.get("UNISONO_PEER_MEMORY") == "0":
+        return Finding(SECTION, name, "ok", "turned off (UNISONO_PEER_MEMORY=0): tensors pass through shared memory")
+    scope = yama.read_text(encoding="ascii").strip() if yama.is_file() else ""
+    why = f" (Yama: ptrace_scope {scope})" if scope not in ("", "0", "1") else ""
+    advice = "in a container: --cap-add=SYS_PTRACE, or a seccomp profile that allows it" + (
+        "; as root: sysctl kernel.yama.ptrace_scope=1" if why else ""
+    )
+    text = f"not permitted{why}: tensors are copied through shared memory, which works and takes a little longer"
+    return Finding(SECTION, name, "warn", text, advice)
+
+
+def _judge_backend(answers: Sequence[Answer]) -> Finding:
+    name = "torch backend"
+    if all(answer["backend"].get("registered") for answer in answers):
+        return Finding(SECTION, name, "ok", 'init_process_group("unisono") is known to torch')
+    text = answers[0]["backend"].get("error", "torch does not know the backend `unisono`")
+    return Finding(
+        SECTION, name, "warn", text, "pip install unisono into this environment: it is found by its metadata"
+    )
+
+
+def _judge_devices(answer: Mapping[str, Any], device_file: Path) -> Finding:
+    gpus, build = answer["gpus"], answer["cuda_build"]
+    values = {"gpus": gpus, "cuda_build": build, "torch": answer["torch"]}
+    if gpus:
+        each = ", ".join(f"{gpu['name']} ({gpu['memory_bytes'] / (1 << 30):.0f} GiB)" for gpu in gpus)
+        return Finding(
+            SECTION, "devices", "ok", f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}: {each}; CUDA {build}", "", values
+        )
+    if device_file.exists():
+        text = "there is a GPU, and torch sees none"
+        if build is None:
+            advice = "this torch is a build for CPUs: pip install torch from the index of a CUDA build (pytorch.org)"
+        else:
+            advice = f"built for CUDA {build}: does the driver (nvidia-smi) have it, does CUDA_VISIBLE_DEVICES hide it?"
+        return Finding(SECTION, "devices", "warn", text, advice, values)
+    return Finding(SECTION, "devices", "ok", "no GPU here: workers train on the CPU", "", values)

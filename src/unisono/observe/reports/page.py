@@ -1,0 +1,194 @@
+"""A report as a page that opens without a network: charts, tables, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.observe.pages import Bars, Lines, Pairs, Section, Series, Table, write_page
+from unisono.observe.pages.page import Block
+from unisono.observe.reports.pipelines import HEADS, describe_pipeline, list_pipeline_rows
+from unisono.observe.reports.side_by_side import list_differences
+from unisono.observe.reports.summary import PARTS, MetricSummary, Summary
+from unisono.observe.reports.wording import (
+    conclude,
+    count_classes,
+    describe_balance,
+    describe_outcome,
+    describe_speed_up,
+    list_facts,
+    list_parts,
+    list_rank_cells,
+)
+from unisono.units import show_bytes, show_ms, show_number
+
+__all__ = ["make_page"]
+
+_MOST_RANKS = 32
+_MOST_METRICS = 24
+_MOST_CLASSES = 5  # in colours of their own
+
+
+def make_page(runs: Sequence[Summary]) -> str:
+    """The page of one run, or of several side by side."""
+    if len(runs) > 1:
+        return _make_comparison(runs)
+    (found,) = runs
+    sections = [
+        Section("Where the time went", _show_costs(found)),
+        Section("The pipeline", _show_pipeline(found)),
+        Section("Losses and metrics", _show_metrics(found)),
+        Section("Bytes", _show_bytes(found)),
+        Section("How evenly data and work were split", _show_balance(found)),
+        Section("Verdicts and changes", _show_events(found)),
+        Section("What is missing from the record", [*found.missing]),
+        Section("What was run", [Pairs(list_facts(found)), *_show_failure(found)]),
+    ]
+    shown = [section for section in sections if section.blocks and (found.missing or "missing" not in section.heading)]
+    return write_page(found.name, _make_lead(found), shown)
+
+
+def _make_lead(found: Summary) -> str:
+    workers = f"{found.workers} worker{'s' if found.workers != 1 else ''}"
+    text = f"{found.strategy or 'a run'}, {workers}, {found.steps:,} steps: {describe_outcome(found)}."
+    if found.cost:
+        shares = ", ".join(f"{part} {100 * found.cost[part] / (found.cost['wall'] or 1):.0f} %" for part in PARTS)
+        text += f" A step takes {show_ms(found.cost['wall'])} ms: {shares}."
+    if found.speed_up.times is not None and found.speed_up.efficiency is not None:
+        text += f" Speed-up {found.speed_up.times:.2f}, efficiency {100 * found.speed_up.efficiency:.0f} %."
+    return f"{text} {conclude(found)}".rstrip()
+
+
+def _show_costs(found: Summary) -> list[Block]:
+    trained = [rank for rank in found.ranks if rank.steps]
+    if not trained:
+        return ["No step was recorded."]
+    slowest_first = sorted(trained, key=lambda rank: -rank.own_s)
+    shown = trained if len(trained) <= _MOST_RANKS else sorted(slowest_first[:_MOST_RANKS], key=lambda rank: rank.rank)
+    rows = [(f"rank {rank.label}", [1e3 * rank.cost[part] for part in PARTS]) for rank in shown]
+    rows.append(("mean of all", [1e3 * found.cost[part] for part in PARTS]))
+    note = "Hidden communication runs behind compute and costs no time."
+    if len(shown) < len(trained):
+        note = f"The {len(shown)} slowest of {len(trained)} ranks. {note}"
+    bars = Bars("A mean step of each rank", "ms", list_parts(found), rows, note)
+    slowest = [] if found.slowest is None else [found.slowest.text]
+    said = _make_sentences([*slowest, describe_speed_up(found), *found.notes])
+    return [*said, bars, _show_ranks(found, shown)]
+
+
+def _show_ranks(found: Summary, shown: Sequence[object]) -> Table:
+    meshed = any(rank.mesh_place for rank in found.ranks)
+    heads = [
+        ("rank", ""),
+        *([("mesh", "")] if meshed else []),
+        ("host", ""),
+        ("step", "ms"),
+        *((part, "ms") for part in (*PARTS, "hidden")),
+        ("longest", "ms"),
+    ]
+    heads += [("sent", "a step"), ("steps", ""), ("samples", "")]
+    return Table(heads, [list_rank_cells(found, rank, details=True) for rank in found.ranks if rank in shown])
+
+
+def _make_sentences(texts: Sequence[str]) -> list[str]:
+    return [text[0].upper() + text[1:] + "." for text in texts]
+
+
+def _show_pipeline(found: Summary) -> list[Block]:
+    if found.pipeline is None:
+        return []
+    said = _make_sentences(describe_pipeline(found.pipeline))
+    shown = found.pipeline.members[:_MOST_RANKS]
+    rows = [(f"rank {one.rank}", [100 * one.busy, 100 * (1 - one.busy)]) for one in shown]
+    note = f"Of equal stages each would wait {100 * found.pipeline.ideal:.1f} % of it, by {found.pipeline.formula}."
+    bars = Bars("The schedule's time on each rank", "%", ["computes", "waits"], rows, note)
+    return [*said, bars, Table([(head, "") for head in HEADS], list_pipeline_rows(found.pipeline))]
+
+
+def _show_metrics(found: Summary) -> list[Block]:
+    blocks: list[Block] = []
+    for i, metric in enumerate(found.metrics[:_MOST_METRICS]):
+        if metric.values:
+            blocks.append(_draw(metric, i))
+    own = [metric for metric in found.metrics if metric.how == "rank"]
+    for metric in own:
+        shown = ", ".join(f"rank {r}: {show_number(v)}" for r, v in list(metric.ranks.items())[:_MOST_RANKS])
+        blocks.append(f"{metric.name}, each rank's own, the last: {shown}")
+    return blocks
+
+
+def _draw(metric: MetricSummary, colour: int) -> Lines:
+    over = {"mean": "mean over ranks", "sum": "sum over ranks", "min": "lowest of the ranks", "max": "highest"}
+    title = f"{metric.name} ({over.get(metric.how, metric.how)})"
+    return Lines(title, "step", metric.name, [Series(metric.name, metric.steps, metric.values, colour)], whole_x=True)
+
+
+def _show_bytes(found: Summary) -> list[Block]:
+    total = sum(found.bytes_by_kind.values())
+    if not total:
+        return []
+    rows = [[kind, show_bytes(sent), f"{100 * sent / total:.1f} %"] for kind, sent in found.bytes_by_kind.items()]
+    rows.append(["all", show_bytes(total), "100 %"])
+    note = "By a formula, not counted where they were sent." if found.bytes_by_formula else ""
+    return [Table([("kind", ""), ("sent by all ranks", ""), ("share", "")], rows), *([note] if note else [])]
+
+
+def _show_balance(found: Summary) -> list[Block]:
+    blocks: list[Block] = [*_make_sentences(describe_balance(found))]
+    known = [rank for rank in found.ranks if rank.classes][:_MOST_RANKS]
+    if known:
+        total = count_classes(known)
+        names = sorted(total, key=lambda name: -total[name])[:_MOST_CLASSES]
+        rows: list[tuple[str, list[float | None]]] = []
+        for rank in known:
+            rest = sum(count for name, count in rank.classes.items() if name not in names)
+            rows.append((f"rank {rank.label}", [*(float(rank.classes.get(name, 0)) for name in names), float(rest)]))
+        parts = [*(f"class {name}" for name in names), "others"]
+        if not any(values[-1] for _, values in rows):
+            parts, rows = parts[:-1], [(name, values[:-1]) for name, values in rows]
+        blocks.append(Bars("Samples a worker, by class", "", parts, rows))
+    return blocks
+
+
+def _show_events(found: Summary) -> list[Block]:
+    every = sorted([*found.verdicts, *found.changes], key=lambda event: float(event["time"]))
+    if not every:
+        return []
+    rows = []
+    for event in every:
+        at = "-" if found.started is None else f"{event['time'] - found.started:.1f} s"
+        rows.append([str(event["text"]), str(event["kind"]), str(event.get("step", "-")), at])
+    return [Table([("what happened", ""), ("kind", ""), ("step", ""), ("after", "")], rows)]
+
+
+def _show_failure(found: Summary) -> list[Block]:
+    lines = [line for line in found.failure.splitlines() if line.strip()]
+    return [Table([("how it failed", "")], [[line] for line in lines[:60]])] if lines else []
+
+
+# Several -------------------------------------------------------------------------------------------------------------
+
+
+def _make_comparison(runs: Sequence[Summary]) -> str:
+    rows = [[name.strip(), *cells] for name, cells in list_differences(runs)]
+    table = Table([("", ""), *((run.name, "") for run in runs)], rows)
+    bars = Bars(
+        "A mean step of each run",
+        "ms",
+        PARTS,
+        [(run.name, [1e3 * run.cost.get(p, 0.0) for p in PARTS]) for run in runs],
+    )
+    charts: list[Block] = []
+    names = dict.fromkeys(metric.name for run in runs for metric in run.metrics if metric.values)
+    for name in list(names)[:_MOST_METRICS]:
+        for label, whole in (("step", True), ("seconds since the first step", False)):
+            series = []
+            for i, run in enumerate(runs):
+                metric = next((metric for metric in run.metrics if metric.name == name and metric.values), None)
+                if metric is not None:
+                    series.append(Series(run.name, metric.steps if whole else metric.times, metric.values, i))
+            charts.append(Lines(f"{name} against {'steps' if whole else 'time'}", label, name, series, whole_x=whole))
+    sections = [Section("Side by side", [table, bars])]
+    if charts:
+        sections.append(Section("Losses and metrics", charts))
+    lead = f"{len(runs)} runs; in brackets, how many times the first one's."
+    return write_page(" and ".join(run.name for run in runs), lead, sections)

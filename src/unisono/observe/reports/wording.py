@@ -1,0 +1,145 @@
+"""Numbers and outcomes of a run in words, the same on a terminal, on a page and in a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unisono.observe.reports.summary import PARTS, RankSummary, Summary, show_time
+from unisono.units import show_bytes, show_duration, show_ms
+
+__all__ = [
+    "conclude",
+    "count_classes",
+    "describe_balance",
+    "describe_outcome",
+    "describe_speed_up",
+    "list_facts",
+    "list_parts",
+    "list_rank_cells",
+]
+
+_GOOD = 0.8  # an efficiency
+_OUTCOMES = {
+    "ok": "ended well",
+    "failed": "failed",
+    "interrupted": "interrupted",
+    "preempted": "saved and left after SIGTERM",
+    "killed": "killed: its launcher wrote no end",
+    "running": "still running",
+    "unknown": "how it ended is not known",
+}
+
+
+def describe_outcome(found: Summary) -> str:
+    """How the run ended, in words."""
+    text = _OUTCOMES.get(found.outcome, found.outcome)
+    return text if not found.exit_status else f"{text} (exit status {found.exit_status})"
+
+
+def list_facts(found: Summary) -> list[tuple[str, str]]:
+    """Names and texts that say what the run was."""
+    hosts = found.hosts if len(found.hosts) <= 4 else [*found.hosts[:3], f"{len(found.hosts) - 3} more"]
+    where = f" on {', '.join(hosts)}" if hosts else ""
+    samples = f", {found.samples_a_step:.4g} samples each" if found.samples_a_step else ""
+    facts = [
+        ("run", found.name),
+        ("outcome", describe_outcome(found)),
+        ("started", f"{show_time(found.started) or 'not known'}, lasted {show_duration(found.seconds)}"),
+        ("command", found.command or "not known"),
+        ("method", found.strategy or "not known"),
+        ("mesh", found.mesh),
+        ("workers", f"{found.workers}{where}" + (f", {', '.join(found.devices[:3])}" if found.devices else "")),
+        ("steps", f"{found.steps:,}{samples}"),
+        ("model", "not known" if found.parameters is None else f"{found.parameters:,} parameters"),
+        ("versions", ", ".join(f"{name} {text}" for name, text in found.versions.items()) or "not known"),
+        ("folder", found.folder),
+    ]
+    return [(name, text) for name, text in facts if text]
+
+
+def conclude(found: Summary) -> str:
+    """Whether the workers were worth it, and what to do; empty where that is not known."""
+    gained = found.speed_up
+    if gained.times is None or gained.efficiency is None or not found.cost.get("wall"):
+        return ""
+    bound = "" if gained.how.startswith("measured") else "at most "
+    work = f"{found.workers} workers do {bound}{gained.times:.2f} times the work of one"
+    if gained.efficiency >= _GOOD:
+        return f"{work}: little is left to gain."
+    most = max((part for part in PARTS if part != "compute"), key=lambda part: found.cost[part])
+    why = f"{most} takes {100 * found.cost[most] / found.cost['wall']:.0f} % of a step"
+    if gained.times < 1:
+        return f"One worker is faster for this model: {work}, as {why}. Use -n 1, or give a worker more samples a step."
+    remedy = {
+        "communication": "`unisono plan` looks for a method that needs less; more samples a step have fewer exchanges",
+        "waiting": found.slowest.text if found.slowest and found.slowest.cause else "more samples a step help",
+        "data": "read ahead of the step, as a DataLoader with num_workers does",
+    }[most]
+    return f"{work}, as {why}: {remedy}."
+
+
+def describe_speed_up(found: Summary) -> str:
+    """How many times as fast as one worker it is, and how that is known."""
+    gained = found.speed_up
+    if gained.times is None or gained.efficiency is None:
+        return f"speed-up: {gained.how}"
+    return f"speed-up {gained.times:.2f}, efficiency {100 * gained.efficiency:.0f} %: {gained.how}"
+
+
+def list_rank_cells(found: Summary, rank: RankSummary, *, details: bool = False) -> list[str]:
+    """A rank's row in the table of costs; `details`: with its host and its longest step.
+
+    The mesh is a column of its own if the run had one.
+    """
+    place = [rank.mesh_place] if any(one.mesh_place for one in found.ranks) else []
+    times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
+    samples = "-" if rank.samples is None else f"{rank.samples:,}"
+    host, longest = ([rank.host], [show_ms(rank.longest_s)]) if details else ([], [])
+    sent = show_bytes(rank.cost["bytes_sent"])
+    return [rank.label, *place, *host, *times, *longest, sent, f"{rank.steps:,}", samples]
+
+
+def count_classes(ranks: Iterable[RankSummary]) -> dict[str, int]:
+    """Samples of all these ranks, by class."""
+    total: dict[str, int] = {}
+    for rank in ranks:
+        for name, count in rank.classes.items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+def describe_balance(found: Summary) -> list[str]:
+    """How evenly data and work were split."""
+    trained = [rank for rank in found.ranks if rank.steps]
+    lines = []
+    reading = [rank for rank in trained if not rank.is_copy]
+    samples = [rank.samples for rank in reading if rank.samples is not None]
+    if len(samples) > 1 and len(samples) == len(reading):
+        lines.append(f"samples a worker: {min(samples):,} to {max(samples):,}, {sum(samples):,} in all")
+    own = [rank.own_s for rank in trained]
+    if len(own) > 1 and max(own) > 0:
+        lines.append(f"own work a step: {show_ms(min(own))} to {show_ms(max(own))} ms (compute and data)")
+    if (mix := _describe_classes(found)) is not None:
+        lines.append(mix)
+    return lines
+
+
+def _describe_classes(found: Summary) -> str | None:
+    """How far a worker's mix of classes is from that of all: half the sum of the differences between the shares."""
+    known = [rank for rank in found.ranks if rank.classes and not rank.is_copy]
+    if len(known) < 2:
+        return None
+    total = count_classes(known)
+    every = sum(total.values())
+    distances = []
+    for rank in known:
+        own = sum(rank.classes.values())
+        distances.append(sum(abs(rank.classes.get(n, 0) / own - c / every) for n, c in total.items()) / 2)
+    worst = max(range(len(known)), key=lambda i: distances[i])
+    text = f"class mix: {len(total)} classes; the worker furthest from the whole is rank {known[worst].rank}"
+    return f"{text}, with {100 * distances[worst]:.1f} % of its samples in other classes"
+
+
+def list_parts(found: Summary) -> list[str]:
+    """The parts of a step, those that cannot be told apart marked."""
+    return [f"{part} (not told apart)" if part in found.not_measured else part for part in PARTS]

@@ -1,0 +1,1 @@
+"""Our methods below other libraries' programs, one file or folder a library."""

@@ -1,0 +1,332 @@
+"""Unisono below PyTorch Lightning: `Trainer(strategy=unisono.lightning.Strategy("powersgd(rank=4)"))`.
+
+The workers are started by `unisono run -n 4 train.py`, or any other engine; Lightning starts none. Needs the extra
+`lightning` (or `pytorch-lightning`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from unisono.launchers.runtime.frames import warn_user
+from unisono.methods import autograd
+from unisono.methods.strategy import Replica, parallel
+from unisono.methods.strategy import Strategy as Method
+from unisono.methods.strategy.agreed import Agreed, save_own
+from unisono.training.batch_norm import sync_batch_norm
+from unisono.training.checkpoint import load
+from unisono.world import World, join
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.pytorch.strategies import ParallelStrategy
+    from torchmetrics import Metric
+else:
+    try:
+        import lightning.pytorch as pl
+        from lightning.fabric.plugins import ClusterEnvironment
+        from lightning.fabric.utilities.rank_zero import rank_zero_only
+        from lightning.pytorch.strategies import ParallelStrategy
+    except ImportError:
+        try:
+            import pytorch_lightning as pl
+            from lightning_fabric.plugins import ClusterEnvironment
+            from lightning_fabric.utilities.rank_zero import rank_zero_only
+            from pytorch_lightning.strategies import ParallelStrategy
+        except ImportError as error:
+            raise ImportError("unisono.lightning needs PyTorch Lightning: pip install 'unisono[lightning]'") from error
+    from torchmetrics import Metric  # comes with either
+
+__all__ = ["Strategy"]
+
+T = TypeVar("T")
+_MARK = "unisono"  # key in Lightning's checkpoint, and name of a file in the folder beside it, with the same value
+_OPS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+
+
+class Strategy(ParallelStrategy):
+    """Any of our methods below Lightning's Trainer; the module and its optimizer stay as they are.
+
+    spec: as for `un.parallel`: "allreduce", "powersgd(rank=4)", "local_sgd(every=8)"; `settings` override its fields.
+
+    Lightning counts accumulation, clips, scales and writes checkpoints, which hold the model that the ranks agree on
+    and the optimizer's state. That model is the one that is validated, too, and after `fit` every rank has it. What
+    ranks keep for themselves lies in a folder beside a checkpoint, `last.ckpt.unisono`. One optimizer a module.
+    """
+
+    strategy_name = "unisono"
+
+    def __init__(self, spec: str | Method = "allreduce", **settings: Any) -> None:
+        super().__init__(cluster_environment=_Place())
+        self._spec, self._settings = spec, settings
+        self._agreed: Agreed | None = None  # during fit
+        self._resumed_from: Path | None = None
+        self._failed = False
+
+    @property
+    def replica(self) -> Replica | None:
+        """The replica, during `fit`."""
+        return None if self._agreed is None else self._agreed.replica
+
+    @property
+    def world(self) -> World:
+        """All workers."""
+        return join()
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def is_distributed(self) -> bool:
+        """Asked by Lightning, which then gives each worker its part of the data."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world.size, "rank": self.world.rank}
+
+    # Before and after training ---------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        world, devices = self.world, self.parallel_devices or []
+        if self.root_device.type == "cpu" and len(devices) > 1 and len(devices) != world.local_size:
+            raise ValueError(
+                f"Trainer(devices={len(devices)}), and this machine has {world.local_size} worker(s): Lightning starts "
+                f"none below this strategy. Leave devices out, and start them by `unisono run -n {len(devices)}`"
+            )
+        rank_zero_only.rank = world.rank  # type: ignore[attr-defined]
+        self._failed = False
+        super().setup_environment()
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        assert isinstance(self.model, nn.Module)
+        _join_metrics(self.model)
+        if trainer.state.fn != "fit":
+            return
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"unisono.lightning.Strategy takes one optimizer, got {len(self.optimizers)}: give one optimizer with "
+                "several parameter groups, or write the loop with un.parallel for each part of the model"
+            )
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+            sync_batch_norm(self.model, self.world)
+        replica = parallel(self.model, self.optimizers[0], self._spec, world=self.world, **self._settings)
+        if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
+            replica.watch(scaler)
+        self._agreed = Agreed(replica)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note the failure: other ranks may be anywhere, so `teardown` must not communicate."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """Unbind: the model is an ordinary one again, with the same values on every rank."""
+        if self._agreed is not None:
+            if self._failed:
+                self._agreed.replica.close()
+            else:
+                self._agreed.finish()
+            self._agreed = None
+        super().teardown()
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model that the ranks agree on. Lightning calls it on every rank."""
+        if self._agreed is not None:
+            self._agreed.put()  # until the next batch
+        return dict(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self._agreed is not None:
+            self._agreed.put()
+        return dict(super().optimizer_state(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's own file, and beside it what only the ranks themselves know."""
+        checkpoint[_MARK] = self.broadcast(time.time_ns())  # tells which folder belongs to this file
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self._agreed is None or "optimizer_states" not in checkpoint:
+            return
+        if "://" in str(filepath):
+            if self.is_global_zero:
+                warn_user(f"what ranks keep for themselves is not saved with {filepath}: only on a disk that all see")
+            return
+        self._agreed.take_back()
+        if save_own(_beside(filepath), self._agreed.replica) and self.is_global_zero:
+            (_beside(filepath) / _MARK).write_text(str(checkpoint[_MARK]))
+        self._agreed.put(whole=False)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero and "://" not in str(filepath):
+            shutil.rmtree(_beside(filepath), ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._resumed_from = None if "://" in str(checkpoint_path) else _beside(checkpoint_path)
+        return dict(super().load_checkpoint(checkpoint_path, *args, **kwargs))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer's state, and what each rank kept for itself."""
+        if self._agreed is None:
+            return
+        replica = self._agreed.replica
+        replica.restore()
+        super().load_optimizer_state_dict(checkpoint)
+        replica.split_again()
+        if self.broadcast(self._resumed_from is not None and _belongs(self._resumed_from, checkpoint)):
+            assert self._resumed_from is not None
+            load(self._resumed_from, replica)
+
+    # While it trains -------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Validate the model that the ranks agree on."""
+        if self._agreed is not None:
+            self._agreed.put(whole=False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Train on with this rank's own model."""
+        if self._agreed is not None:
+            self._agreed.take_back()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._call("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._call("validation_step", args, kwargs)
+
+    def _call(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Call a step through the module, so that hooks of our methods run (`zero(stage=3)` gathers values)."""
+        module = self.lightning_module
+        assert module is not None
+        if self._agreed is None:
+            return getattr(module, name)(*args, **kwargs)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            del module.forward  # its own again, which the step may call
+            return getattr(module, name)(*args, **kwargs)
+
+        module.forward = step  # type: ignore[method-assign]
+        try:
+            return module(*args, **kwargs)
+        finally:
+            module.__dict__.pop("forward", None)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around all passes of an accumulation but the last."""
+        with self.replica.no_sync() if self.replica is not None else nullcontext():
+            yield
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A tensor's mean over all workers, or another `reduce_op`; other objects are returned as they are."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = str(reduce_op).rpartition(".")[2].lower()
+        if name not in _OPS:
+            raise ValueError(f"reduce_op must be one of {', '.join(_OPS)}, got {reduce_op!r}")
+        wide = tensor.detach().clone() if tensor.is_floating_point() else tensor.detach().to(torch.float64)
+        found: Tensor = self.world.all_reduce(wide, _OPS[name], tag="lightning").wait()  # type: ignore[arg-type]
+        return found if tensor.is_floating_point() or _OPS[name] == "mean" else found.to(tensor.dtype)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Every worker's tensor, in a new first dimension; of one worker as it is."""
+        if self.world.size == 1:
+            return tensor
+        if sync_grads:
+            return autograd.all_gather(tensor[None], self.world, "sum", tag="lightning")
+        return torch.stack(self.world.all_gather(tensor.detach(), tag="lightning").wait())
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all workers are here."""
+        self.world.barrier(tag=name or "lightning")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of worker `src`: plain values and tensors."""
+        found: T = self.world.broadcast_object(obj, src)
+        return found
+
+
+def _beside(checkpoint: Any) -> Path:
+    """The folder beside a checkpoint of Lightning's, for what ranks keep for themselves."""
+    path = Path(checkpoint).resolve()  # `last.ckpt` may be a link
+    return path.with_name(f"{path.name}.unisono")
+
+
+def _belongs(folder: Path, checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the folder was written with this checkpoint, and not with an earlier one of the same name."""
+    mark = folder / _MARK
+    return mark.is_file() and mark.read_text() == str(checkpoint.get(_MARK))
+
+
+def _join_metrics(model: nn.Module) -> None:
+    """Make metrics of torchmetrics count what all workers have seen; by default they want a process group."""
+    for module in model.modules():
+        if isinstance(module, Metric) and module.dist_sync_fn is None:
+            module.dist_sync_fn, module.distributed_available_fn = _gather_for_metric, _has_others
+
+
+def _gather_for_metric(x: Tensor, group: Any = None) -> list[Tensor]:
+    return join().all_gather(x, tag="metrics").wait()
+
+
+def _has_others() -> bool:
+    return join().size > 1
+
+
+class _Place(ClusterEnvironment):
+    """Lightning's view of the world: rank, size and host of this worker."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return join().host
+
+    @property
+    def main_port(self) -> int:
+        return 0  # not used: the workers are connected already
+
+    @staticmethod
+    def detect() -> bool:
+        return False  # never chosen by itself
+
+    def world_size(self) -> int:
+        return join().size
+
+    def set_world_size(self, size: int) -> None:
+        """Ignored: the world decides."""
+
+    def global_rank(self) -> int:
+        return join().rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignored: the world decides."""
+
+    def local_rank(self) -> int:
+        return join().local_rank
+
+    def node_rank(self) -> int:
+        world = join()
+        return list(dict.fromkeys(world.hosts)).index(world.host)

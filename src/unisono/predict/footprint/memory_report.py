@@ -1,0 +1,227 @@
+"""The answer of `un.memory`: a table of all settings, those that fit, and predicted against measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from unisono.methods.spec import build
+from unisono.methods.strategies.allreduce import allreduce
+from unisono.methods.strategies.shared import shared
+from unisono.methods.strategies.zero import zero
+from unisono.predict.footprint.capacity import Capacity
+from unisono.predict.footprint.formula import (
+    HALF_BYTES,
+    SETTINGS,
+    ModelFacts,
+    Need,
+    Setting,
+    compute_need,
+    list_settings,
+)
+from unisono.text_table import format_rows
+from unisono.units import show_size
+
+_BEST = 5  # of the settings that fit, so many are spelled out
+
+
+class SettingRow(NamedTuple):
+    """A setting, and what a worker needs under it."""
+
+    spec: str  # to give to un.parallel
+    need: Need
+    shortage: str  # what there is too little of, in words; empty where it fits
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted against measured bytes, by place: {"device": (predicted, measured), ...}."""
+
+    spec: str
+    places: dict[str, tuple[int, int]]
+
+    def ratio(self, place: str = "device") -> float:
+        """Measured bytes over predicted ones."""
+        predicted, measured = self.places[place]
+        return measured / max(1, predicted)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{place}: predicted {show_size(p)}, measured {show_size(m)} ({m / max(1, p) - 1:+.1%})"
+            for place, (p, m) in self.places.items()
+        ]
+        return f"{self.spec}: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What each of `workers` workers needs under every setting. `print(report)` shows all of it.
+
+    facts: what was found of the model, the optimizer and a step.
+    machine: what there is.
+    left_out: what could not be found, in words: it is missing from the numbers.
+    """
+
+    facts: ModelFacts
+    machine: Capacity
+    workers: int
+    left_out: tuple[str, ...] = ()
+    title: str = ""
+    mesh: tuple[int, int] = (1, 1)  # tensor, pipeline
+
+    @property
+    def replicas(self) -> int:
+        """How many workers have the same part of the model: those of the data axis."""
+        return self.workers // (self.mesh[0] * self.mesh[1])
+
+    @property
+    def rows(self) -> list[SettingRow]:
+        """Every stage and placement, the fastest first."""
+        half = self.facts.trainable_bytes > HALF_BYTES * self.facts.trainable
+        settings = list_settings(self.replicas, device_is_host=self.machine.device is None, half=half)
+        needs = [(setting.spec, self._compute_need(setting)) for setting in settings]
+        return [SettingRow(spec, need, describe_shortage(need, self.machine)) for spec, need in needs]
+
+    def fits(self) -> list[str]:
+        """The settings that fit, the fastest first: texts to give to `un.parallel`."""
+        return [row.spec for row in self.rows if not row.shortage]
+
+    def need(self, spec: str) -> Need:
+        """What a worker needs under `spec`; settings that change nothing here may be in it."""
+        return self._compute_need(_read_setting(spec))
+
+    def _compute_need(self, setting: Setting) -> Need:
+        # On one host all cores compute: what is exchanged waits (see `overlap_pays`).
+        apart = self.machine.device is not None
+        overlap = apart or self.workers > self.machine.workers
+        near = max(1, min(self.replicas, self.machine.workers // self.mesh[0]))  # of the data axis, on one host
+        return compute_need(self.facts, setting, self.replicas, overlap=overlap, apart=apart, per_host=near)
+
+    def compare(self, spec: str, **measured: int | None) -> Comparison:
+        """Predicted against measured: `compare("zero(stage=2)", device=peak_bytes, host=..., disk=...)`."""
+        wanted, places = self.need(spec), ("device", "host", "disk")
+        odd = [name for name in measured if name not in places]
+        if odd:
+            raise TypeError(f"compare got {odd[0]!r}; expected bytes of {', '.join(places)}")
+        return Comparison(spec, {k: (getattr(wanted, k), v) for k, v in measured.items() if v is not None})
+
+    # Words -----------------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        """All settings, a line each, in bytes of one worker; 16-bit moments only where nothing else fits."""
+        kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+        with_host = self.machine.device is not None
+        head = ["setting", *kinds, "device", *(["host"] if with_host else []), "disk", "fits"]
+        if not with_host:
+            head[head.index("device")] = "memory"
+        lines: list[list[str]] = [head]
+        rows = self.rows
+        plain = [row for row in rows if "moments" not in row.spec]
+        only_these = any(not row.shortage for row in rows) and all(row.shortage for row in plain)
+        for row in rows if only_these else plain:
+            n = row.need
+            total = [n.device, n.host] if with_host else [n.device + n.host]
+            numbers = [*(getattr(n, kind) for kind in kinds), *total, n.disk]
+            lines.append([row.spec, *(show_size(x) for x in numbers), "no" if row.shortage else "yes"])
+        return "\n".join(format_rows(lines))
+
+    def __str__(self) -> str:
+        parts = [self._format_head(), self.table(), self._format_advice()]
+        if self.left_out:
+            parts.append("not in these numbers:\n" + "\n".join(f"  - {what}" for what in self.left_out))
+        return "\n\n".join(parts)
+
+    def _format_head(self) -> str:
+        f = self.facts
+        frozen = f", {f.frozen:,} frozen" if f.frozen else ""
+        many = f"{self.workers} workers" if self.workers > 1 else "1 worker"
+        if self.mesh != (1, 1):
+            many += f" (data={self.replicas}, tensor={self.mesh[0]}, pipeline={self.mesh[1]})"
+            many = f"a worker's part, {many}"
+        return (
+            f"{self.title or 'model'}: {f.trainable:,} trainable parameters{frozen}, {many}; bytes of one worker\n"
+            f"there is: {self.machine.describe()}"
+        )
+
+    def _format_advice(self) -> str:
+        rows = self.rows
+        fitting = [row for row in rows if not row.shortage]
+        if not fitting:
+            return self._explain_no_fit(rows)
+        lines = ["fits, the fastest first:"]
+        rows_shown = [["", row.spec, self._format_total(row.need)] for row in fitting[:_BEST]]
+        lines += format_rows(rows_shown, left=(1, 2))
+        if len(fitting) > _BEST:
+            lines.append(f"  and {len(fitting) - _BEST} more: report.fits() has all of them")
+        return "\n".join([*lines, *self._suggest_more(fitting[0].spec)])
+
+    def _suggest_more(self, best: str) -> list[str]:
+        """Hints on settings that may be added to the best one."""
+        if "params_on" in best or self.machine.device is None:
+            return []
+        if 'optimizer_on="cpu"' in best:
+            there = show_size(self.machine.device)
+            return [f'add device_memory="{there}" to it, and as much of the state as fits stays on the device']
+        if 'optimizer_on="disk"' in best:
+            return ['add host_memory="..." to it, and as much of the state stays in the host\'s memory']
+        return []
+
+    def _format_total(self, n: Need) -> str:
+        if self.machine.device is None:
+            return f"{show_size(n.device + n.host)}" + (f", {show_size(n.disk)} of disk" if n.disk else "")
+        parts = [(n.device, "on the device"), (n.host, "of the host"), (n.disk, "of disk")]
+        return ", ".join(f"{show_size(x)} {where}" for x, where in parts if x)
+
+    def _explain_no_fit(self, rows: Sequence[SettingRow]) -> str:
+        least = min(rows, key=lambda row: compute_excess(row.need, self.machine))
+        lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.shortage}."]
+        if least.need.activations > least.need.device / 2:
+            lines.append(
+                f"Activations take {show_size(least.need.activations)} of it: a smaller batch a worker, or activation "
+                "checkpointing (torch.utils.checkpoint), needs less."
+            )
+        for more in (self.workers * 2**i for i in range(1, 11)):
+            if fitting := dataclasses.replace(self, workers=more).fits():
+                lines.append(f"With {more} workers, {fitting[0]} fits, as many on a host and as large a batch each.")
+                break
+        return "\n".join(lines)
+
+
+def describe_shortage(needed: Need, there: Capacity) -> str:
+    """Which memory is short and by how much, in words; empty if everything fits."""
+    parts = []
+    for name, wanted, has, many in _list_demands(needed, there):
+        if wanted > has:
+            each = f" for {many} workers" if many > 1 else ""
+            parts.append(f"{show_size(wanted - has)} of {name} (needs {show_size(wanted)}{each}, has {show_size(has)})")
+    return " and ".join(parts)
+
+
+def compute_excess(needed: Need, there: Capacity) -> float:
+    """By what factor the scarcest resource is exceeded."""
+    return max(wanted / max(1, has) for _, wanted, has, _ in _list_demands(needed, there))
+
+
+def _list_demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, int]]:
+    many = there.workers
+    if there.device is None:
+        host = [("memory", (needed.device + needed.host) * many, there.host, many)]
+    else:
+        host = [
+            ("device memory", needed.device, there.device, 1),
+            ("host memory", needed.host * many, there.host, many),
+        ]
+    return [*host, ("disk", needed.disk * many, there.disk, many)]
+
+
+def _read_setting(spec: str) -> Setting:
+    """The setting that a spec means here; what it leaves out is the strategy's own default."""
+    strategy = build(spec)
+    if isinstance(strategy, zero):
+        return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
+    if not isinstance(strategy, allreduce | shared):
+        raise ValueError(f"memory is known for allreduce with any reducer, shared and zero, got {spec!r}")
+    name: Literal["allreduce", "shared"] = "shared" if isinstance(strategy, shared) else "allreduce"
+    return Setting(name, accumulate=strategy.accumulate, reducer=strategy.reducer)

@@ -1,0 +1,216 @@
+"""From what was measured to a ranking: which method is first, why, and what would change the answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from unisono.predict.costs import Anatomy, Network, Prediction, predict, replay
+from unisono.predict.planner.candidates import GRADES
+from unisono.predict.planner.measured import Measured, MeasuredMethod
+from unisono.predict.planner.meshes import advise_mesh
+from unisono.units import show_rate
+from unisono.units import show_s as show_time
+
+__all__ = ["Choice", "Ranked", "choose", "find_crossing", "rank", "show_bits", "show_s"]
+
+show_s = partial(show_time, fixed=True)  # as all stand in columns
+show_bits = partial(show_rate, digits=2)
+_NEAR = 0.05  # within so much of the best, the method with the least effect on training is first
+_EXPOSED = 0.1  # of a step: communication that is worth nothing more to be done about
+_SLOWEST, _FASTEST = 1e5, 1e13  # bits a second: where a crossing is looked for
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A method with its predicted step."""
+
+    method: MeasuredMethod
+    prediction: Prediction
+
+    @property
+    def spec(self) -> str:
+        """The method's spec."""
+        return self.method.spec
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.prediction.timing.total
+
+
+@dataclass(frozen=True)
+class Choice:
+    """ranked: allowed, the first choice first. others: they change training. left_out: not predicted, and why."""
+
+    ranked: list[Ranked]
+    others: list[Ranked]
+    left_out: list[MeasuredMethod]
+    reasons: list[str]
+    advice: list[str]
+
+
+def choose(measured: Measured, allow: Sequence[str]) -> Choice:
+    """Rank by the predicted step; among those that are about as fast, the least effect on training first."""
+    left_out = [m for m in measured.methods if m.anatomy is None and m.verified_s is None]
+    if measured.network is None:
+        return Choice([], [], left_out, [], [])
+    rows = [Ranked(m, predict(m.anatomy, measured.network)) for m in measured.methods if m.anatomy is not None]
+    allowed = rank([row for row in rows if row.method.convergence.grade in allow])
+    others = sorted((row for row in rows if row.method.convergence.grade not in allow), key=lambda row: row.seconds)
+    if not allowed:
+        return Choice([], others, left_out, [], [])
+    advice = _advise_batch(measured, allowed[0])
+    if measured.settings:
+        advice.append(f"Memory is short: {measured.settings[0]} fits (see `unisono memory`).")
+    timing = allowed[0].prediction.timing
+    advice += advise_mesh(measured, timing.total, timing.exposed + timing.compression)
+    return Choice(allowed, others, left_out, _explain(measured, measured.network, allowed), advice)
+
+
+def rank(rows: Sequence[Ranked]) -> list[Ranked]:
+    """Order methods: the first choice, then the others by time."""
+    ordered = sorted(rows, key=lambda row: row.seconds)
+    if not ordered:
+        return []
+    near = [row for row in ordered if row.seconds <= ordered[0].seconds * (1 + _NEAR)]
+    first = min(near, key=lambda row: (GRADES.index(row.method.convergence.grade), row.seconds))
+    return [first, *(row for row in ordered if row is not first)]
+
+
+# Why, and what would change it ------------------------------------------------------------------------------------
+
+
+def _explain(measured: Measured, network: Network, ranked: Sequence[Ranked]) -> list[str]:
+    first = ranked[0]
+    timing = first.prediction.timing
+    dense = next((row for row in ranked if row.spec == "allreduce"), None)
+    operations = dense.method.anatomy.operations if dense is not None and dense.method.anatomy is not None else []
+    plain = sum(network.seconds(operation) for operation in operations)
+    said = [f"{first.spec}: " + (f"gradients in full take {show_s(plain)} on this network, " if plain else "")]
+    said[0] += f"compute {show_s(measured.compute_s)}."
+    if dense is not None and first is not dense:
+        said.append(
+            f"It takes {show_s(timing.total)} a step, {dense.seconds / timing.total:.1f} times as fast as allreduce "
+            f"({show_s(dense.seconds)}): {show_s(timing.exposed)} of it waits for messages, "
+            f"{show_s(timing.compression)} for compression."
+        )
+    elif timing.exposed < _EXPOSED * timing.total:
+        said.append(f"Messages are hidden behind compute but for {show_s(timing.exposed)}: sending less gains nothing.")
+    elif len(ranked) > 1:
+        said.append(f"Nothing that sends less is faster by more than {_NEAR:.0%}: compression costs what it saves.")
+    near = [row.spec for row in ranked[1:] if row.seconds <= first.seconds * (1 + _NEAR)]
+    if near:
+        said.append(f"About as fast, with more effect on training or slightly slower: {', '.join(near[:4])}.")
+    if (change := _describe_crossing(network, ranked)) is not None:
+        said.append(change)
+    return said
+
+
+def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None:
+    """At which bandwidth another method becomes the first."""
+    first = ranked[0]
+    here = network.link.bits_per_s
+    where = "links" if network.hosts > 1 else "memory"
+    found: list[tuple[float, str, bool]] = []
+    for other in ranked[1:]:
+        a, b = first.method.anatomy, other.method.anatomy
+        if a is None or b is None:
+            continue
+        at = find_crossing(a, b, network)
+        if at is not None:
+            found.append((at, other.spec, at > here))
+    above = min((f for f in found if f[2]), default=None)
+    below = max((f for f in found if not f[2]), default=None)
+    words = []
+    if above is not None:
+        words.append(f"above {show_bits(above[0])} {above[1]} wins")
+    if below is not None:
+        words.append(f"below {show_bits(below[0])} {below[1]} wins")
+    return f"{where.capitalize()} of {show_bits(here)} now; {'; '.join(words)}." if words else None
+
+
+def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | None:
+    """The bandwidth nearest to the present one at which `other` takes less time than `first`; None: at none."""
+
+    def gap(bits_per_s: float) -> float:
+        there = network.with_bandwidth(bits_per_s)
+        return replay(first, there).total - replay(other, there).total  # above 0: the other wins
+
+    here = network.link.bits_per_s
+    for direction in (1, -1):
+        edge = _search(gap, here, direction)
+        if edge is not None:
+            return edge
+    return None
+
+
+def _search(gap: Callable[[float], float], here: float, direction: int) -> float | None:
+    """Go away from `here` by factors of two until the gap is above 0, then halve the interval."""
+    near, far = here, here
+    if gap(here) > 0:
+        return None
+    while _SLOWEST < far < _FASTEST:
+        near, far = far, far * 2.0**direction
+        if gap(far) > 1e-6:
+            for _ in range(30):
+                middle = math.sqrt(near * far)
+                near, far = (near, middle) if gap(middle) > 1e-6 else (middle, far)
+            return far
+    return None
+
+
+# Advice -----------------------------------------------------------------------------------------------------------
+
+
+def _advise_batch(measured: Measured, first: Ranked) -> list[str]:
+    """A larger batch, or accumulation, where communication takes much of a step."""
+    timing = first.prediction.timing
+    waits = timing.exposed + timing.compression
+    if waits <= _EXPOSED * timing.total or not timing.compute:
+        return [
+            f"Batch: keep it; only {waits / timing.total:.0%} of a step is not compute, so a larger one gains little."
+        ]
+    times = math.ceil(waits * (1 - _EXPOSED) / _EXPOSED / timing.compute)
+    said = [
+        f"Batch: {waits / timing.total:.0%} of a step is not compute. {times} times the batch a worker would make it "
+        f"{_EXPOSED:.0%}, if compute grows with the batch (it was measured at yours only)."
+    ]
+    if measured.batch is not None:
+        fits = _largest_batch(measured)
+        room = f"; memory holds about {fits}" if fits is not None else ""
+        said[0] += f" That is {measured.batch * times} samples a worker{room}."
+    said.append(
+        f"Where memory is short, accumulate={times} has the same effect: {_with_accumulation(first.spec, times)}."
+    )
+    rule = "the square root of the batch" if "adam" in measured.optimizer.lower() else "the batch"
+    factor = math.sqrt(times) if "adam" in measured.optimizer.lower() else times
+    if measured.learning_rate is not None:
+        said.append(
+            f"The learning rate usually grows with {rule}: {measured.learning_rate:g} would become "
+            f"{measured.learning_rate * factor:.3g}, after a warm-up. A rule of thumb: try it with `unisono compare`."
+        )
+    return said
+
+
+def _with_accumulation(spec: str, times: int) -> str:
+    if "(" not in spec and spec in ("allreduce", "zero"):
+        return f"{spec}(accumulate={times})"
+    if spec.startswith(("zero(", "allreduce(")):
+        return spec[:-1] + f", accumulate={times})"
+    return f"allreduce(reducer={spec}, accumulate={times})"
+
+
+def _largest_batch(measured: Measured) -> int | None:
+    """By memory: what grows with the batch is taken to be what a step held beside parameters and gradients."""
+    room = measured.device_bytes or measured.host_bytes // measured.per_host
+    if measured.batch is None or not room or not measured.memory_bytes:
+        return None
+    fixed = min(measured.memory_bytes, 4 * measured.gradient_bytes)
+    growing = max(1, measured.memory_bytes - fixed)
+    return max(measured.batch, int(measured.batch * max(0, room - fixed) / growing))
+
+
+# In words ---------------------------------------------------------------------------------------------------------

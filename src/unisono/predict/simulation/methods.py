@@ -1,0 +1,162 @@
+"""Methods to simulate: what a step of a method is in a world of any size, from what the method says of itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+
+from unisono.methods.buckets import BUCKET_BYTES, group_into_buckets
+from unisono.methods.facts import Grade
+from unisono.methods.reducer import Reducer
+from unisono.methods.spec import build
+from unisono.methods.strategy import Pattern
+from unisono.predict.costs import Anatomy, Job, Operation
+from unisono.predict.planner.candidates import describe_candidate
+from unisono.predict.simulation.dry_run import DryRun, Shapes
+
+__all__ = ["DEFAULT_METHODS", "Method", "Workload", "count_push", "make_method"]
+
+DEFAULT_METHODS = (
+    "allreduce",
+    "bf16",
+    "powersgd(rank=4)",
+    "topk(k=0.01)",
+    "bytegrad",
+    "signsgd",
+    "zero(stage=3)",
+    "local_sgd(every=16)",
+    "gossip",
+    "parameter_server(servers=8, staleness=4)",
+)
+_BACKWARD = (1 / 3, 0.95)  # where backward begins and ends in a step: forward is half of it, the optimizer a little
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as simulations take it. `at(workers)` is its step there, on a host with cores enough."""
+
+    spec: str
+    pattern: Pattern
+    grade: Grade  # its effect on training
+    at: Callable[[int], Anatomy]
+    model_bytes: int
+    push_bytes: int = 0
+    alone_s: float | None = None  # a step of one worker alone, where it is not that of `at(1)`
+    note: str = ""  # where its numbers come from, if that needs to be said
+
+
+@dataclass
+class Workload:
+    """A model by a few numbers: so many parameters in equal square matrices, and the seconds of a step.
+
+    compressors: how many times as fast as on this machine compressors are; inf: they take no time.
+    """
+
+    parameters: int
+    compute_s: float
+    per_host: int = 1
+    compressors: float = 1.0
+    samples_s: tuple[float, ...] = ()
+    _runs: dict[tuple[str, Shapes], DryRun] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        count = max(8, 2 * math.ceil(4 * self.parameters / BUCKET_BYTES))
+        side = max(1, round(math.sqrt(self.parameters / count)))
+        params = [
+            (
+                str(i),
+                torch.nn.Parameter(torch.empty(side, side, dtype=torch.float32, device="meta"), requires_grad=False),
+            )
+            for i in range(count)
+        ]
+        groups = group_into_buckets(params, BUCKET_BYTES)
+        self.buckets: list[Shapes] = [tuple(tuple(p.shape) for _, p in group) for group in groups]
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of all parameters, in float32."""
+        return sum(map(_count_bytes, self.buckets))
+
+    def reduce(self, reducer: Reducer, ranks: int, bucket: Shapes) -> tuple[tuple[Operation, ...], float]:
+        """What a reducer does to a bucket, in seconds of the imagined machines."""
+        key = (reducer.spec, bucket)
+        if key not in self._runs:
+            self._runs[key] = DryRun(reducer, bucket, self.per_host)
+        cost = self._runs[key].at(ranks)
+        return cost.operations, cost.work_s / self.compressors
+
+    def step(self, spec: str, pattern: Pattern, ranks: int) -> Anatomy:
+        """A step of a method in a world of so many ranks."""
+        plain = Anatomy(spec, ranks, self.compute_s, samples_s=self.samples_s, every=pattern.every, kind=pattern.kind)
+        if ranks == 1 or pattern.style in ("alone", "servers", "neighbours"):
+            return plain
+        jobs = self._split(ranks, pattern.gathers) if pattern.gathers else self._reduce(ranks, pattern)
+        return replace(plain, jobs=tuple(jobs), overlaps=pattern.overlap and pattern.style == "synchronous")
+
+    def _reduce(self, ranks: int, pattern: Pattern) -> list[Job]:
+        reducer = pattern.reducer or build("dense", "reducer")
+        at_end = not pattern.overlap or pattern.style == "windows"
+        jobs = []
+        for ready_s, bucket in self._backward():
+            operations, work_s = self.reduce(reducer, ranks, bucket)
+            jobs.append(Job(self.compute_s if at_end else ready_s, work_s, operations, due_s=self._due(at_end)))
+        return jobs
+
+    def _split(self, ranks: int, gathers: int) -> list[Job]:
+        """Split parameters: gradients are reduced to shards in backward; values are gathered before forward and, if
+        they are gathered twice, again before backward."""
+        end, forward = _BACKWARD[0] * self.compute_s, []
+        at = 0.0
+        for bucket in reversed(self.buckets):
+            nbytes = _count_bytes(bucket)
+            forward.append(Job(0.0, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=at))
+            at += end * nbytes / self.model_bytes
+        jobs = list(forward)
+        before = end
+        for ready_s, bucket in self._backward():
+            nbytes = _count_bytes(bucket)
+            if gathers > 1:
+                jobs.append(Job(end, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=before))
+            jobs.append(Job(ready_s, 0.0, (Operation("reduce_scatter", nbytes),), due_s=self._due(False)))
+            before = ready_s
+        return jobs
+
+    def _backward(self) -> list[tuple[float, Shapes]]:
+        """Each bucket with the time at which backward has filled it."""
+        begin, end = (share * self.compute_s for share in _BACKWARD)
+        done, found = 0, []
+        for bucket in self.buckets:
+            done += _count_bytes(bucket)
+            found.append((begin + (end - begin) * done / self.model_bytes, bucket))
+        return found
+
+    def _due(self, at_end: bool) -> float:
+        return self.compute_s if at_end else _BACKWARD[1] * self.compute_s
+
+
+def make_method(spec: str, workload: Workload) -> Method:
+    """A method on a model that is described by a few numbers."""
+    candidate = describe_candidate(spec)
+    pattern = candidate.pattern
+    at = cache(lambda ranks: workload.step(spec, pattern, ranks))
+    nbytes = workload.model_bytes
+    return Method(spec, pattern, candidate.convergence.grade, at, nbytes, count_push(pattern, nbytes))
+
+
+def count_push(pattern: Pattern, model_bytes: int) -> int:
+    """Bytes of a push to servers, or of a model on its way to a neighbour."""
+    numbers = model_bytes // 4
+    if pattern.bits is not None:
+        return numbers * pattern.bits // 8
+    codec = pattern.reducer.codec if pattern.reducer is not None else None
+    if pattern.style == "servers" and codec is not None and codec.nbytes is not None:
+        return codec.nbytes(numbers)
+    return model_bytes
+
+
+def _count_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
+    return 4 * sum(math.prod(shape) for shape in shapes)

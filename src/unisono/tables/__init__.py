@@ -1,0 +1,1 @@
+"""Tables of rows on many workers: map and reduce, linear models, boosted trees."""

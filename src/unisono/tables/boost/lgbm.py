@@ -1,0 +1,272 @@
+"""LightGBM: histograms summed by its own network (tree_learner="data"), on ports that the ranks agree on beforehand.
+Ke et al., 2017."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from unisono.tables.boost.lgbm_bins import SAMPLE_ROWS, Columns, connect_network, find_bins, sample_columns
+from unisono.tables.boost.library import BoostSettings, EvalSets, LazyModule, TrainedModel
+from unisono.tables.boost.network_address import find_own_address, reserve_port
+from unisono.tables.boost.rank_rows import RankRows
+from unisono.tables.boost.supervision import run_supervised
+from unisono.world import World
+
+__all__ = [
+    "SAVED_ENDINGS",
+    "check",
+    "compute_importances",
+    "load",
+    "make_member_trainer",
+    "merge_models",
+    "predict",
+    "train",
+]
+
+lightgbm: Any = LazyModule("lightgbm")
+SAVED_ENDINGS = (".txt",)
+_WAIT_MINUTES = 30  # LightGBM's own timeout; supervision.py finds dead ranks much sooner
+_AFTER_S = 0.005
+_OURS = ("early_stopping_rounds", "early_stopping_round", "categorical_feature", "importance_type")
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+def _make_params(settings: BoostSettings) -> dict[str, Any]:
+    """The settings as LightGBM takes them."""
+    params = {k: v for k, v in settings.params.items() if v is not None and k not in _OURS}
+    params.setdefault("verbosity", params.pop("verbose", -1))
+    if settings.classification:
+        several = (settings.classes or 2) > 2
+        params.setdefault("objective", "multiclass" if several else "binary")
+        if several:
+            params["num_class"] = settings.classes
+    else:
+        params.setdefault("objective", "regression")
+    return params
+
+
+def check(settings: BoostSettings, x: Any, y: Any) -> None:
+    """ValueError for settings that LightGBM does not know or take, from a few rows."""
+    if callable(settings.params.get("objective")):
+        raise ValueError("LightGBM: an objective that is a function cannot be sent; name an objective")
+    if settings.params.get("tree_learner", "data") not in ("data", "voting"):
+        raise ValueError(f"LightGBM: got tree_learner={settings.params['tree_learner']!r}; expected 'data' or 'voting'")
+    unknown = sorted(set(settings.params) - _list_known())
+    if unknown:
+        raise ValueError(f"LightGBM does not know {', '.join(map(repr, unknown))}: is it spelled right?")
+    params = {**_make_params(settings), "min_data_in_leaf": 1, "min_data_in_bin": 1, "feature_pre_filter": False}
+    params.pop("tree_learner", None)
+    try:
+        lightgbm.Booster(params, lightgbm.Dataset(x, y, params=params, **_make_dataset_options(settings, None)))
+    except (lightgbm.basic.LightGBMError, TypeError) as error:
+        raise ValueError(f"LightGBM refuses its settings: {error}") from error
+
+
+def _list_known() -> set[str]:
+    """Every name of a setting, and its other names."""
+    names = lightgbm.basic._ConfigAliases._get_all_param_aliases()
+    return set(names) | {alias for aliases in names.values() for alias in aliases} | {"importance_type", *_OURS}
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def train(settings: BoostSettings, data: RankRows, world: World, evals: EvalSets) -> TrainedModel:
+    """One model of all ranks' rows, the same on every rank."""
+    params = _make_params(settings)
+    if world.size == 1:
+        params.pop("tree_learner", None)
+        return _train(settings, params, lightgbm.Dataset(data.x, **_make_dataset_fields(settings, data, params)), evals)
+    wanted = int(settings.params.get("bin_construct_sample_cnt", SAMPLE_ROWS))
+    sample = sample_columns(data, wanted, world)
+    start = _compute_mean(data, world) if _starts_from_mean(params) else None
+    return _train_together(settings, params, data, sample, start, world, evals)
+
+
+def _train_together(
+    settings: BoostSettings,
+    params: dict[str, Any],
+    data: RankRows,
+    sample: tuple[Columns, int, int],
+    start: float | None,
+    world: World,
+    evals: EvalSets,
+) -> TrainedModel:
+    params = {"tree_learner": "data", **params, "num_machines": world.size}
+    wait_minutes = max(_WAIT_MINUTES, math.ceil(settings.timeout_s / 60))
+    categories = _find_categories(settings, data.names)
+    with reserve_port() as (port, held):
+        machines = world.gather_objects(f"{find_own_address(world)}:{port}")
+
+        def run() -> TrainedModel:
+            # In a network, LightGBM 4.7 gives a feature another one's forced bins.
+            apart = find_bins(*sample, params, categories) if "forcedbins_filename" in params else None
+            held.close()
+            # A rank connects to those above it. If they do not listen yet, it tries again only after 0.2 s.
+            time.sleep(_AFTER_S * min(world.size - 1 - world.rank, 10))
+            with connect_network(machines, port, wait_minutes=wait_minutes, params=params):
+                bins = find_bins(*sample, params, categories) if apart is None else apart
+                sample[0].clear()
+                fields = _make_dataset_fields(settings, data, params)
+                rows = lightgbm.Dataset(data.x, reference=bins, **fields, init_score=_make_init(start, data.y))
+                return _train(settings, params, rows, evals, start)
+
+        return run_supervised(run, world, timeout_s=settings.timeout_s)
+
+
+def _train(
+    settings: BoostSettings, params: dict[str, Any], rows: Any, evals: EvalSets, start: float | None = None
+) -> TrainedModel:
+    history: dict[str, Any] = {}
+    callbacks = [lightgbm.record_evaluation(history)] if evals else []
+    patience = settings.params.get("early_stopping_rounds", settings.params.get("early_stopping_round"))
+    if patience is not None:
+        callbacks.append(lightgbm.early_stopping(patience, verbose=False))
+    model = lightgbm.train(
+        params,
+        rows,
+        settings.rounds,
+        valid_sets=[rows.create_valid(x, y, init_score=_make_init(start, y)) for x, y in evals],
+        valid_names=[f"validation_{i}" for i in range(len(evals))],
+        callbacks=callbacks,
+    )
+    text = model.model_to_string()
+    kept = {k: {m: list(v) for m, v in each.items()} for k, each in history.items()}
+    return TrainedModel(
+        (_strip_network(text) if start is None else _shift_model(_strip_network(text), start)).encode(), kept
+    )
+
+
+def _starts_from_mean(params: dict[str, Any]) -> bool:
+    """Whether boosting starts from the mean of y.
+
+    LightGBM takes the mean of the ranks' means; here it is that of all rows, as in one process, which is then added to
+    the first tree as LightGBM itself does.
+    """
+    plain = params.get("boosting", params.get("boosting_type", "gbdt")) in ("gbdt", "gbrt")
+    asked = params["objective"] in ("regression", "regression_l2", "l2", "mean_squared_error", "mse", "rmse", "l2_root")
+    return plain and asked and bool(params.get("boost_from_average", True)) and not params.get("reg_sqrt")
+
+
+def _compute_mean(data: RankRows, world: World) -> float:
+    y = data.y.astype(np.float32).astype(np.float64)  # as LightGBM keeps it
+    sums = (
+        [float(y.sum()), float(len(y))] if data.weight is None else [float(y @ data.weight), float(data.weight.sum())]
+    )
+    total, weight = (sum(each) for each in zip(*world.gather_objects(sums), strict=True))
+    return float(total / max(weight, 1e-300))
+
+
+def _make_init(start: float | None, y: Any) -> Any:
+    return None if start is None else np.full(len(y), start)
+
+
+def _strip_network(text: str) -> str:
+    """Remove the ranks' addresses: they are no part of the model, and differ between ranks."""
+    return re.sub(r"\[(machines|local_listen_port|num_machines|time_out|tree_learner): [^\]]*\]\n", "", text)
+
+
+def _make_dataset_fields(settings: BoostSettings, data: RankRows, params: dict[str, Any]) -> dict[str, Any]:
+    options = _make_dataset_options(settings, data.names)
+    return {"label": data.y, "weight": data.weight, "params": params, **options}
+
+
+def _make_dataset_options(settings: BoostSettings, names: Sequence[str] | None) -> dict[str, Any]:
+    categories = settings.params.get("categorical_feature", "auto")
+    return {"feature_name": "auto" if names is None else list(names), "categorical_feature": categories}
+
+
+def _find_categories(settings: BoostSettings, names: Sequence[str] | None) -> list[int]:
+    """The numbers of the columns whose values are categories."""
+    asked = settings.params.get("categorical_feature", "auto")
+    if isinstance(asked, str):
+        return []
+    places = {name: number for number, name in enumerate(names or ())}
+    unknown = [each for each in asked if isinstance(each, str) and each not in places]
+    if unknown:
+        raise ValueError(f"LightGBM: categorical_feature names {unknown[0]!r}, which is no column")
+    return sorted(places[each] if isinstance(each, str) else int(each) for each in asked)
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+def load(model: bytes) -> Any:
+    """LightGBM's own booster."""
+    return lightgbm.Booster(model_str=model.decode())
+
+
+def predict(booster: Any, x: Any, params: dict[str, Any]) -> Any:
+    """Numbers, or probabilities: rows, or rows × classes. After early stopping, of the best round."""
+    return booster.predict(x)
+
+
+def compute_importances(booster: Any, columns: int) -> Any:
+    """The gain of each column."""
+    return np.asarray(booster.feature_importance("gain"), dtype=np.float64)
+
+
+# Models that are grown apart ------------------------------------------------------------------------------------------
+
+
+def make_member_trainer(settings: BoostSettings, data: RankRows, mean: float) -> Callable[[int, Any], bytes]:
+    """A function that trains one model, given its number and how often each row counts; bins are found once."""
+    params = _make_params(settings)
+    params.pop("tree_learner", None)
+    if params.get("linear_tree"):
+        raise ValueError("LightGBM: models with linear_tree=True cannot be merged")
+    options = _make_dataset_options(settings, data.names)
+    whole = lightgbm.Dataset(data.x, label=data.y, params=params, free_raw_data=False, **options).construct()
+
+    def grow(number: int, counts: Any) -> bytes:
+        drawn = np.flatnonzero(counts)
+        weight = counts[drawn] if data.weight is None else counts[drawn] * data.weight[drawn]
+        rows = whole.subset(drawn, params=params)
+        rows.construct().set_weight(weight)
+        model = lightgbm.train({**params, "seed": settings.seed + number}, rows, settings.rounds)
+        return str(model.model_to_string()).encode()
+
+    return grow
+
+
+def merge_models(models: Sequence[bytes]) -> bytes:
+    """One model that predicts the mean of the models' margins: all their trees, leaves divided by how many."""
+    parts = [_split_model(model.decode()) for model in models]
+    trees = [_change_values(tree, lambda value: value / len(models)) for _, mine, _ in parts for tree in mine]
+    return _join_model(parts[0][0], trees, parts[0][2]).encode()
+
+
+def _shift_model(model: str, by: float) -> str:
+    """Add `by` to every prediction, through the first tree."""
+    head, trees, tail = _split_model(model)
+    return _join_model(head, [_change_values(trees[0], lambda value: value + by), *trees[1:]], tail)
+
+
+def _split_model(model: str) -> tuple[str, list[str], str]:
+    """Split a model's text into what comes before the trees, the trees, and what comes after."""
+    body, end, tail = model.partition("end of trees")
+    head, *trees = re.split(r"^Tree=\d+\n", body, flags=re.MULTILINE)
+    return head, trees, end + tail
+
+
+def _join_model(head: str, trees: Sequence[str], tail: str) -> str:
+    written = [f"Tree={number}\n{tree}" for number, tree in enumerate(trees)]
+    sizes = " ".join(str(len(tree.encode())) for tree in written)
+    return re.sub(r"^tree_sizes=.*$", f"tree_sizes={sizes}", head, flags=re.MULTILINE) + "".join(written) + tail
+
+
+def _change_values(tree: str, change: Callable[[float], float]) -> str:
+    """A tree with other values in its leaves and nodes."""
+
+    def line(found: re.Match[str]) -> str:
+        return found[1] + " ".join(repr(change(float(value))) for value in found[2].split())
+
+    return re.sub(r"^((?:leaf|internal)_value=)(.*)$", line, tree, flags=re.MULTILINE)

@@ -1,0 +1,237 @@
+"""Tensors in a safetensors file, written and read as a stream: checksummed on the way, no second copy.
+
+The `safetensors` package reads these files. It is not used here: it writes tensors only whole and from memory, refuses
+those that share memory (views into one flat buffer), and neither syncs nor checksums; it reads by mapping a file by its
+name, which blocks on a FIFO and crashes if the file shrinks, and knows no ranges of a flat tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from unisono.launchers.runtime.faults import before_write
+from unisono.packing import count_shape_bytes
+from unisono.training.checkpoint.slices import CHUNK_BYTES, Span, Stored
+
+__all__ = [
+    "Entry",
+    "Written",
+    "checksum",
+    "index",
+    "is_storable",
+    "open_file",
+    "read",
+    "write",
+    "write_bytes",
+    "write_stream",
+]
+
+_DTYPES = {
+    "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+
+
+class Written(NamedTuple):
+    """The size of a file, and the CRC-32 of its bytes."""
+
+    size: int
+    crc32: int
+
+
+def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
+    """Write buffers one after the other into a new file, and wait until the disk has them."""
+    size = crc = 0
+    with open(path, "xb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part).cast("B")
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
+                crc = zlib.crc32(chunk, crc)
+                size += len(chunk)
+                before_write("checkpoint")
+                while chunk:  # one write may take only a part, above all on a disk that fills up
+                    chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+    return Written(size, crc)
+
+
+class Entry(NamedTuple):
+    """A tensor to write: its name, what it is, and its elements in order, as contiguous CPU tensors."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+    parts: Iterable[torch.Tensor]
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
+    """Write contiguous CPU tensors, as `unisono.packing.pack` gives them, into a new safetensors file."""
+    return write_stream(path, [Entry(name, x.dtype, x.shape, [x]) for name, x in tensors.items()])
+
+
+def write_stream(path: Path, entries: Iterable[Entry], *, metadata: Mapping[str, str] | None = None) -> Written:
+    """Write a new safetensors file from tensors that come in parts; one part is in memory at a time."""
+    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))  # keeps all aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape, _ in ordered:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    body = (_view_bytes(part) for entry in ordered for part in entry.parts if part.numel())
+    written = write_bytes(path, chain([len(text).to_bytes(8, "little"), text], body))
+    if written.size != 8 + len(text) + end:
+        raise ValueError(f"{path.name}: its tensors have {end} bytes, {written.size - 8 - len(text)} came")
+    return written
+
+
+def is_storable(dtype: torch.dtype) -> bool:
+    """Whether the format has a name for this dtype."""
+    return dtype in _NAMES
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], Written]:
+    """Read a safetensors file; every tensor gets memory of its own. ValueError for a malformed file."""
+    tensors: dict[str, torch.Tensor] = {}
+    with _Reader(path) as reader:
+        for name, dtype, shape, _ in reader.read_layout():
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            if tensors[name].numel():
+                reader.fill(_view_bytes(tensors[name]))
+        return tensors, Written(reader.size, reader.crc)
+
+
+def index(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, to be read when they are needed; nothing is verified but the layout."""
+    with _Reader(path) as reader:
+        layout = reader.read_layout()
+    return {name: _make_stored(path, name, dtype, shape, offset) for name, dtype, shape, offset in layout}
+
+
+def checksum(path: Path) -> Written:
+    """Size and CRC-32 of a file, read as a stream."""
+    with _Reader(path) as reader:
+        buffer = bytearray(min(CHUNK_BYTES, reader.size))
+        for start in range(0, reader.size, CHUNK_BYTES):
+            reader.fill(memoryview(buffer)[: reader.size - start])
+        return Written(reader.size, reader.crc)
+
+
+def open_file(path: Path) -> tuple[io.FileIO, int]:
+    """A file to read, and its size. ValueError for a special file: a FIFO would block, a device may have no end."""
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode):
+        file.close()
+        raise ValueError(f"{path.name} is not a regular file")
+    return file, found.st_size
+
+
+class _Reader:
+    """Reads a file from its start to its end, and computes its checksum on the way."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size, self.crc = path, 0, 0
+
+    def __enter__(self) -> _Reader:
+        self._file, self.size = open_file(self.path)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def fill(self, buffer: Any) -> Any:
+        """Fill the buffer with the next bytes."""
+        view = memoryview(buffer).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):
+            chunk = view[start : start + CHUNK_BYTES]
+            _read_into(self._file, chunk, self.path)
+            self.crc = zlib.crc32(chunk, self.crc)
+        return buffer
+
+    def read_layout(self) -> list[tuple[str, torch.dtype, list[int], int]]:
+        """Read the header: name, dtype, shape and offset in the file of each tensor, in the order of their bytes."""
+        length = int.from_bytes(self.fill(bytearray(min(8, self.size))), "little")
+        if self.size < 8 or length > min(self.size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"{self.path.name} is cut short or has a broken header")
+        start = 8 + length
+        found = _parse_layout(self.fill(bytearray(length)), self.size - start, self.path.name)
+        return [(name, dtype, shape, start + offset) for name, dtype, shape, offset in found]
+
+
+def _read_into(file: Any, rest: memoryview, path: Path) -> None:
+    while rest:
+        if not (count := file.readinto(rest)):
+            raise ValueError(f"{path.name} is cut short")
+        rest = rest[count:]
+
+
+def _make_stored(path: Path, name: str, dtype: torch.dtype, shape: list[int], offset: int) -> Stored:
+    def read_part(start: int, stop: int) -> torch.Tensor:
+        part = torch.empty(stop - start, dtype=dtype)
+        with open_file(path)[0] as file:
+            file.seek(offset + start * dtype.itemsize)
+            _read_into(file, memoryview(_view_bytes(part)).cast("B"), path)
+        return part
+
+    return Stored(shape, dtype, [Span(0, math.prod(shape), read_part)], name)
+
+
+def _parse_layout(header: bytes, body_bytes: int, name: str) -> list[tuple[str, torch.dtype, list[int], int]]:
+    """Each tensor's name, dtype, shape and offset, in the order of their bytes, which fill the body without a hole."""
+    try:
+        entries = json.loads(header)
+        if not isinstance(entries, dict):
+            raise ValueError("expected an object")
+        entries.pop("__metadata__", None)
+        found = [_judge_entry(key, entry, body_bytes) for key, entry in entries.items()]
+        position = 0
+        layout = []
+        for start, end, key, dtype, shape in sorted(found, key=lambda one: one[:2]):
+            if start != position:
+                raise ValueError(f"tensor {key[:200]!r} does not fit its place")
+            position = end
+            layout.append((key, dtype, shape, start))
+        if position != body_bytes:
+            raise ValueError(f"{body_bytes} bytes of tensors, {position} described")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} has a broken header: {error}") from None
+    return layout
+
+
+def _judge_entry(key: str, entry: Any, body_bytes: int) -> tuple[int, int, str, torch.dtype, list[int]]:
+    """A tensor's entry in the header; every number is checked for type, sign and size before it is used."""
+    what = f"tensor {key[:200]!r}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{what} has no dtype, shape and data_offsets")
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(f"{what} has a dtype that is not known")
+    place = entry["data_offsets"]
+    if not isinstance(place, list) or len(place) != 2 or not all(type(n) is int for n in place):
+        raise ValueError(f"{what} has no place")
+    start, end = place
+    if not 0 <= start <= end <= body_bytes or end - start != count_shape_bytes(entry["shape"], dtype.itemsize):
+        raise ValueError(f"{what} does not fit its place")
+    return start, end, key, dtype, entry["shape"]
+
+
+def _view_bytes(tensor: torch.Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

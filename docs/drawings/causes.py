@@ -136,7 +136,7 @@ def _noted_messages(causes: Causes) -> Iterator[None]:
             key = (world, record.sequence)
         if record.op != "recv":
             with lock:
-                how = record.mark.describe().split()[1] if record.op == "all_reduce" else ""
+                how = record.signature.describe().split()[1] if record.op == "all_reduce" else ""
                 new = Message(record.op, record.tag, tuple(ranks), str(key[:-1]), how)
                 causes.messages.setdefault(key, new).sent[_find_ranks(world)[me]] = record.bytes_sent
             _note(causes, Atom("begin", key))

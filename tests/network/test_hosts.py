@@ -233,8 +233,9 @@ def test_a_rank_that_finds_nobody_waits_no_longer_than_the_deadline(on_hosts, mi
 
 ADAPTING = """
     import json, os, subprocess, sys, torch, unisono as un
-    from unisono.strategies.auto import decisions, measuring
-    measuring._NUMBERS = [1 << 14, 1 << 16]
+    from unisono.strategies.auto import decisions
+    from unisono.world import probe
+    probe._LARGE_BYTES = [1 << 16, 1 << 18]
     decisions.GAIN = 3.0  # on a machine with other things to do, less than that may be chance
     world = un.join()
     torch.manual_seed(0)

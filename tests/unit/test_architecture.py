@@ -95,7 +95,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_a_method_overrides_few_members_of_a_replica() -> None:
-    for found in pkgutil.walk_packages(strategies.__path__, "unisono.strategies."):
+    for found in pkgutil.walk_packages(strategies.__path__, "unisono.methods.strategies."):
         importlib.import_module(found.name)
 
     def find_methods(cls: type) -> set[str]:
@@ -103,7 +103,7 @@ def test_a_method_overrides_few_members_of_a_replica() -> None:
 
     heirs = [Replica]
     for cls in heirs:
-        heirs += [heir for heir in cls.__subclasses__() if heir.__module__.startswith("unisono.strateg")]
+        heirs += [heir for heir in cls.__subclasses__() if heir.__module__.startswith("unisono.methods.strateg")]
     overridden = {cls.__name__: sorted(find_methods(Replica) & find_methods(cls)) for cls in heirs[1:]}
     assert len(overridden) > 10
     assert {name: found for name, found in overridden.items() if len(found) > 15} == {}

@@ -15,7 +15,7 @@ from unisono.methods.exchange.windows import StepHooks
 from unisono.methods.spec import SpecError, build, describe
 from unisono.methods.strategy import Replica
 from unisono.methods.strategy.changing import ChangingReplica
-from unisono.observe.runs.lines import FileLines
+from unisono.observe.runs.lines import FileWriter
 from unisono.observe.runs.recorder import Facts, Recorder
 from unisono.world import World
 from unisono.world.virtual import run_threads
@@ -125,7 +125,7 @@ def test_the_environment_names_the_strategy(
 def test_what_only_the_method_at_work_has_is_reached_and_recorded(tmp_path: Path) -> None:
     def work(world: World) -> tuple[float, list[str], bool]:
         model, _, inner = started(world, "zero(stage=1)")
-        recorder = Recorder(world, FileLines(tmp_path, world.rank), Facts("auto", 10))
+        recorder = Recorder(world, FileWriter(tmp_path, world.rank), Facts("auto", 10))
         replica = ChangingReplica(inner, inner.strategy, lambda: None)
         inner.not_measured = ("compression",)
         assert replica.not_measured == ("compression",)

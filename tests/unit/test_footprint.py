@@ -418,7 +418,7 @@ def test_what_a_reducer_keeps_is_what_it_kept_in_training(spec: str, monkeypatch
             model(torch.randn(8, 40)).square().mean().backward()
             optimizer.step()
         assert isinstance(replica, AllReduceReplica)
-        reduction = replica._reduction
+        reduction = replica.reduction
         kept = {x.data_ptr(): x.nbytes for state in reduction._states.values() for x in list_lines(state)}
         kept |= {x.data_ptr(): x.nbytes for bucket, x in spares if bucket in reduction._buckets}
         replica.close()

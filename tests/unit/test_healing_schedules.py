@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono import World, background
-from unisono.methods.strategies.auto import measuring
 from unisono.methods.strategy.healing import Healing
+from unisono.world import probe
 
 MORE = int(os.environ.get("UNISONO_SCHEDULES", "1"))
 SAMPLES, BATCH, EPOCHS = 20, 6, 2  # the last batch of an epoch has two samples: fewer than ranks
@@ -216,7 +216,7 @@ def test_random_deaths(program: str, seed: int) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_deaths_while_the_strategy_changes(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among measurements, switches and steps: those that are left go on with one strategy."""
-    monkeypatch.setattr(measuring, "_NUMBERS", [64])
+    monkeypatch.setattr(probe, "_LARGE_BYTES", [256])
     spec = "auto(among=[allreduce, allreduce(overlap=False, bucket_bytes=64)], check_every=1, trial_steps=1)"
     for at in range(3, 38, 5):  # at 18 a channel of the next strategy is made: one rank has it, the other has not
         check(Run(partial(train, strategy=spec), 3, [Event("die in", victim, at, lucky=frozenset({2}))]).play())

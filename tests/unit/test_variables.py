@@ -21,7 +21,9 @@ def find_names() -> set[str]:
 
 def test_every_variable_in_the_source_stands_in_the_table_and_the_other_way_round() -> None:
     table = variables.FOR_USERS.keys() | variables.INTERNAL.keys()
-    read_here = set(NAME.findall((SRC / "runtime" / "variables.py").read_text().partition("_TIMEOUT_S = ")[2]))
+    read_here = set(
+        NAME.findall((SRC / "launchers" / "runtime" / "variables.py").read_text().partition("_TIMEOUT_S = ")[2])
+    )
     assert find_names() | read_here == table
 
 

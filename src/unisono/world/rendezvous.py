@@ -100,7 +100,7 @@ def meet(device: str | torch.device | None = None) -> World:
     if "UNISONO_REPORT_FD" not in os.environ:  # else the launcher prints the error
         hide_frames_of_uncaught()
     timeout_s = read_timeout_s()
-    fd = _find_inherited_page()
+    fd = _take_inherited_page()
     if fd is not None and local_size == size:
         from unisono.world.transports.shared import SharedTransport
 
@@ -133,7 +133,7 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
     """The first generation of an elastic world; a world of one in a worker that joins later."""
     chosen = _choose_device(device, place.local_rank, place.local_size)
     solo = World(None, device=chosen, hosts=[socket.gethostname()])
-    fd = _find_inherited_page()
+    fd = _take_inherited_page()
     form = _form_on_host
     if isinstance(membership, HostsMembership):
         store = _open_store(place, read_timeout_s())
@@ -185,9 +185,12 @@ def _form_over_hosts(membership: HostsMembership, store: Store, given: Assignmen
     return _make_world(transport, hosts, device, name=name)
 
 
-def _find_inherited_page() -> int | None:
-    """The descriptor of the page that the launcher left open for its workers, if it is really that."""
-    text = os.environ.get("UNISONO_SHM_FD", "")
+def _take_inherited_page() -> int | None:
+    """The descriptor of the page that the launcher left open for its workers, if it is really that.
+
+    Only the first world meets there: it closes the descriptor, whose number may then be that of another world's page.
+    """
+    text = os.environ.pop("UNISONO_SHM_FD", "")
     try:  # a program that a worker starts inherits the variable, but not the descriptor
         return int(text) if PAGE_NAME in os.readlink(f"/proc/self/fd/{int(text)}") else None
     except (ValueError, OSError):

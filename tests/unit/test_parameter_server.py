@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -734,3 +735,27 @@ def test_a_server_that_is_gone_is_told_of_once() -> None:
         train(model, optimizer, world.rank, range(3, 4))  # an ordinary model
 
     run_threads(work, 2)
+
+
+def test_a_server_is_asked_for_nothing_while_the_world_is_formed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is behind the others keeps what is here, before it is brought up to them."""
+
+    def refuse(_: Any) -> Any:
+        raise un.PeerLost("the world is formed anew")
+
+    def work(world: World) -> bool:
+        model, optimizer, replica = served(world, "parameter_server")
+        train(model, optimizer, world.rank, range(2))
+        with monkeypatch.context() as patch:
+            for kind in {type(link) for link in replica._links}:
+                patch.setattr(kind, "fetch", refuse)
+            with pytest.raises(un.PeerLost):
+                optimizer.state_dict()
+            replica.healing = SimpleNamespace(is_forming=True)
+            kept = optimizer.state_dict()
+            replica.healing = None
+            world.barrier()
+        replica.close()
+        return "param_groups" in kept
+
+    assert run_threads(work, 2) == [True, True]

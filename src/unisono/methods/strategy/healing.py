@@ -172,6 +172,7 @@ class Healing:
         self._is_whole = True  # this rank's model is that of `commits` steps
         self._kept: _Kept | None = None  # what it had before it was brought to another rank's
         self._former: World | None = None  # the last generation that was complete
+        self.is_forming = False  # the world is being formed anew: nobody answers in the former one
         world.batch_weights.is_needed = True  # so that drawing ahead is noticed, also while all parts are even
         self._has_warned = False
 
@@ -389,6 +390,7 @@ class Healing:
             self._forget_window()
         in_step = self._open is not None
         attempts: Counter[tuple[int, ...]] = Counter()
+        self.is_forming = True
         with self.elastic.inside():
             while True:
                 self.world.abandon(why)
@@ -403,6 +405,7 @@ class Healing:
                     why = error
                 except _Again as error:
                     why = PeerLost(str(error))
+        self.is_forming = False
         self.elastic.broken, self.elastic.is_skipping = None, in_step
         self.world.ledger.close_span("forming", began, self.world.ledger.clock())
         if self._former is not None:

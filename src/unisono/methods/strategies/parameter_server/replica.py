@@ -52,7 +52,7 @@ class ServedReplica(PeriodicReplica):
         if strategy.reducer is not None:  # its codec runs outside of an exchange
             self.not_measured = ("compression",)
         super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
-        self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _: self._fetch()))
+        self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _: self._bring_states()))
 
     def start(self) -> None:
         """In a new world, servers are beside the first ranks."""
@@ -220,6 +220,12 @@ class ServedReplica(PeriodicReplica):
         for param, state in zip(part, states, strict=True):
             if state:
                 self.optimizer.state[param] = {k: _move_beside(v, param) for k, v in state.items()}
+
+    def _bring_states(self) -> None:
+        """Fetch the states for `optimizer.state_dict()`. In a world that is being formed anew the servers answer no
+        more, and whoever asks keeps what is here."""
+        if self.healing is None or not self.healing.is_forming:
+            self._fetch()
 
     @torch.no_grad()
     def _fetch(self, *, params: bool = False) -> None:

@@ -19,13 +19,14 @@ pytestmark = pytest.mark.timeout(300)
 MESSAGES = KILLED + "assert un.join().transport.name == 'messages', un.join().transport.name"
 # On a page of the host, a new one after the kill, beside a gloo group that the program makes itself, before and after.
 OWN_GROUP = f"""
-import torch, torch.distributed as dist, unisono as un
+import os, torch, torch.distributed as dist, unisono as un
+has_page = "UNISONO_SHM_FD" in os.environ
 un.join(device="cpu")
 dist.init_process_group("gloo")
 x = torch.ones(3)
 dist.all_reduce(x)
 {KILLED}
-assert 'UNISONO_SHM_FD' in os.environ and un.join().transport.name == 'shared memory'
+assert has_page and un.join().transport.name == 'shared memory'
 dist.all_reduce(x)
 assert x.tolist() == [4.0] * 3, x
 dist.destroy_process_group()

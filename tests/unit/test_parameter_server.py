@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.methods.strategies.parameter_server.server import Server, optimizer_over
+from unisono.methods.strategy import mistakes
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -759,3 +761,32 @@ def test_a_server_is_asked_for_nothing_while_the_world_is_formed_anew(monkeypatc
         return "param_groups" in kept
 
     assert run_threads(work, 2) == [True, True]
+
+
+def test_a_replica_may_be_forgotten_in_the_middle_of_anything() -> None:
+    """Python's collector runs where it likes: here with the lock held that every optimizer's step takes."""
+    ended, other = threading.Event(), nn.Linear(1, 1)
+    mistakes.follow_optimizer(other, torch.optim.SGD(other.parameters(), lr=0.1))  # as of another replica
+
+    def work(world: World) -> int:
+        model, optimizer, replica = served(world, "parameter_server")
+        train(model, optimizer, world.rank, range(1))
+        if world.rank == 0:
+            server = replica._links[0].server
+            deadline = time.monotonic() + 60
+            while not server._round and time.monotonic() < deadline:  # the other's push waits for this rank
+                time.sleep(0.001)
+            with mistakes._lock:
+                del replica, optimizer, model
+                gc.collect()
+            assert ended.wait(60), "the other rank still waits"
+            return 1
+        train(model, optimizer, world.rank, range(1, 3))  # the server leaves rank 0 out and goes on
+        replica.close()
+        ended.set()
+        return int(replica.step)
+
+    try:
+        assert run_threads(work, 2) == [1, 3]
+    finally:
+        mistakes.leave_optimizer(other)

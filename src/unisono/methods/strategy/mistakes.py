@@ -124,7 +124,7 @@ class _Followed:
 
 _followed: weakref.WeakKeyDictionary[object, _Followed] = weakref.WeakKeyDictionary()  # by replica
 _by_optimizer: dict[int, list[_Followed]] = {}  # the same by the optimizer's id, which may be another's by now
-_lock = threading.Lock()
+_lock = threading.RLock()  # the collector may close a replica while this thread holds it
 
 
 def follow_optimizer(replica: object, optimizer: Optimizer) -> None:

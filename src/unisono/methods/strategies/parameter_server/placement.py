@@ -90,7 +90,7 @@ def leave_when_forgotten(owner: object, connections: Connections) -> None:
     """Leave when `owner` is gone without a close; a server that is here goes on behind the program."""
 
     def finish_behind() -> None:
-        connections.leave()
+        # All of it in a thread: `owner` may be collected while this one holds a lock that the server's step needs.
         threading.Thread(target=connections.finish, name="unisono leaving", daemon=True).start()
 
     weakref.finalize(owner, finish_behind).atexit = False

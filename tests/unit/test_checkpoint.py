@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import unisono as un
 from preloaded import Program
 from unisono import rng
-from unisono.training.checkpoint import CheckpointError, safetensors
+from unisono.training.checkpoint import CheckpointError, folder, safetensors
 from unisono.training.checkpoint.folder import read_folder
 from unisono.training.checkpoint.plain import export_model
 from unisono.world import World
@@ -692,3 +692,21 @@ def test_another_kind_of_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     other = un.parallel(model, torch.optim.Adam(model.parameters()), world=World())
     with pytest.raises(ValueError, match=r"is SGD with groups of .* this one is Adam"):
         un.load(tmp_path, other)
+
+
+def test_a_save_that_was_ended_just_before_it_got_its_name_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, lock = folder.begin_folder(tmp_path, 1)
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", end)
+        with pytest.raises(KeyboardInterrupt):
+            folder.publish_folder(writing, {}, step=1, world_size=1)
+    lock.close()  # as the kernel does where the process was killed
+    another, lock = folder.begin_folder(tmp_path, 2)
+    lock.close()
+    assert list(tmp_path.iterdir()) == [another]

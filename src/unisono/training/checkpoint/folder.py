@@ -160,13 +160,14 @@ def publish_folder(writing: Path, files: Files, *, step: int, world_size: int, i
     }
     manifest["crc32"] = _sum_crc(manifest)
     safetensors.write_bytes(writing / _MANIFEST, [json.dumps(manifest, indent=1).encode()])
-    (writing / _LOCK).unlink(missing_ok=True)
     _sync_folder(writing)
     target, again = root / _name_step(step), 1
     while target.exists():  # saved at this step before; the former one goes when this is in place
         again += 1
         target = root / f"{_name_step(step)}-{again}"
     os.rename(writing, target)
+    with suppress(OSError):  # after the rename: a hidden folder without its lock would be taken for another run's
+        (target / _LOCK).unlink()
     _sync_folder(root)
     return target
 

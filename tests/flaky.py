@@ -44,6 +44,7 @@ def run_once(commit: str, busy: int, folder: Path) -> Run:
         failed = [f"no test, but the run itself ended with {status}"]
     if not failed:
         output.unlink()
+        report.unlink()
     return {"date": date, "commit": commit, "busy": busy, "seconds": seconds, "passed": passed, "failed": failed}
 
 

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from simulated_run import SimulatedRun
-from unisono.observe.live.bins import COLUMNS, PARTS, STEPS, Bins
+from unisono.observe.live.bins import COLUMNS, PARTS, STEPS, Bins, StepSeries
 from unisono.observe.live.feed import MANY, WORST, Feed
-from unisono.observe.live.live_run import LiveRun
-from unisono.observe.live.marks import Marks
-from unisono.observe.live.series import StepSeries
+from unisono.observe.live.live_run import LiveRun, Marks
 
 
 def read_lines(folder: Path, kind: str) -> list[tuple[int, list[Any]]]:

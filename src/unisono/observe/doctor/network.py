@@ -189,7 +189,7 @@ def _ask(process: subprocess.Popen[bytes]) -> tuple[dict[str, str | None], float
 
 def _own_versions() -> dict[str, str | None]:
     from unisono.launchers.runtime.run_folder import find_version as find_own_version
-    from unisono.observe.doctor.installed import find_version
+    from unisono.observe.doctor.host import find_version
 
     python = sys.version.split()[0]
     return {"python": python, "unisono": find_own_version(), "torch": find_version("torch")}

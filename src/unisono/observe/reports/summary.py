@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.launchers.runtime.run_folder import SUMMED
-from unisono.observe.reports.arrivals import find_waits
 from unisono.observe.reports.pipelines import PipelineSummary, describe_mesh, summarise_pipeline
+from unisono.observe.reports.trace import find_waits
 from unisono.observe.reports.verdicts import Slowest, find_changes, find_slowest, find_verdicts
 from unisono.observe.runs.reading import RankLog, RunReader, say_mesh_place
 from unisono.units import as_json

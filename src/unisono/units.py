@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 __all__ = [
@@ -207,17 +208,16 @@ def parse_ranks(text: str, present: Iterable[int]) -> list[int]:
     >>> parse_ranks("0,2-3", range(4))
     [0, 2, 3]
     """
-    found: list[int] = []
+    found, there = set[int](), set(present)
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
+        asked = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not asked:
             raise ValueError(f"got @{text}; expected ranks, such as @2, @0,3 or @0-2, or @all")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    there = sorted(present)
-    missing = sorted(set(found) - set(there))
-    if missing:
-        raise ValueError(f"{show_ranks(missing)} not here; there are {show_ranks(there)}")
-    return sorted(set(found))
+        if missing := list(islice((rank for rank in asked if rank not in there), 100)):
+            raise ValueError(f"{show_ranks(missing)} not here; there are {show_ranks(there)}")
+        found.update(asked)
+    return sorted(found)
 
 
 def show_number(value: float | None) -> str:

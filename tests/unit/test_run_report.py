@@ -187,6 +187,32 @@ def test_a_change_of_the_world_is_told_once_and_ranks_keep_their_places(tmp_path
     assert [rank.label for rank in found.ranks] == ["0", "worker 2"]
 
 
+def test_a_worker_whose_place_is_not_its_rank_has_one_name(tmp_path: Path) -> None:
+    """Worker 2 has the rank of worker 1, which was lost: nobody is called "rank worker 2", nor "rank 1" for both."""
+    write_run(tmp_path, workers=3)
+    samples = ["data", {"samples": 40, "steps": 10, "classes": {"0": 10, "1": 30}}]
+    for place, compute in enumerate((0.04, 0.04, 0.09)):
+        rank = min(place, 1)
+        write_rank(tmp_path, place, *(row(s, compute, 0, 0, 0) for s in range(10)), samples, rank=rank)
+    found = read(tmp_path)
+    assert found.slowest is not None
+    assert found.slowest.text.startswith("worker 2 takes")
+    page = make_page([found])
+    assert "rank worker" not in page
+    assert page.count(">worker 2<") >= 2
+    assert page.count(">rank 1<") >= 2
+
+
+def test_runs_are_compared_on_a_page_also_if_a_worker_lost_its_first_line(tmp_path: Path) -> None:
+    whole, cut = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    for place in (0, 1):
+        path = cut / "ranks" / f"{place:05}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    page = make_page([read(whole), read(cut)])
+    assert "loss against time" in page
+    assert "nan s" not in make_page([read(cut)])
+
+
 def test_between_hosts_waiting_is_found_from_all_ranks_arrivals(tmp_path: Path) -> None:
     """Steps of 100 ms; the first rank stands still from 40 ms on, the other comes at 70 ms, and all is over at 90."""
     write_run(tmp_path)

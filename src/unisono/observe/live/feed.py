@@ -15,6 +15,7 @@ import numpy as np
 from unisono.observe.live.bins import BYTES, PARTS, STEPS, Bins, Floats
 from unisono.observe.live.live_run import LiveRun, LiveWorker, Speed
 from unisono.observe.runs.reading import say_mesh_place
+from unisono.units import as_json
 
 __all__ = ["MANY", "VIEWS", "WORST", "Feed"]
 
@@ -163,7 +164,7 @@ class Feed:
         """Bins from `changed` on as rows of numbers; cells of the timeline from `strips_from` on."""
         sums = bins.sums(min(changed, strips_from))
         skipped = changed - min(changed, strips_from)
-        count = len(self.live.places)
+        count = max(self.live.places, default=-1) + 1
         rows = [r for r in self._rows if r < bins.places]
         found: dict[str, Any] = {
             "bins": {
@@ -179,7 +180,7 @@ class Feed:
                 "cells": [_pack_strips(one[rows], bins.width_s) for one in sums],
             },
         }
-        if count > MANY:
+        if len(self.live.places) > MANY:
             found["heat"] = {"from": min(changed, strips_from), "cells": [_pack_heat(one[:count]) for one in sums]}
         return found
 
@@ -231,4 +232,7 @@ def _short(value: float) -> float:
 
 
 def _write(message: dict[str, Any]) -> str:
-    return json.dumps(message, separators=(",", ":"), allow_nan=False, default=str)
+    try:
+        return json.dumps(message, separators=(",", ":"), allow_nan=False, default=str)
+    except ValueError:  # a number that is none, such as somebody's step: it must not end the page
+        return json.dumps(as_json(message), separators=(",", ":"), default=str)

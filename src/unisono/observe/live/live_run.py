@@ -148,7 +148,9 @@ class LiveRun:
             if name in self.metrics:
                 for step, when, value in values:
                     self.metrics[name].add(int(step), place.offset + when, value)
-        for event in batch.events:
+        events = batch.events if math.isfinite(place.offset) else []  # without its header its clock is not known
+        self._reader.unreadable += len(batch.events) - len(events)
+        for event in events:
             values_of = {name: value for name, value in event.items() if name not in ("kind", "step", "time")}
             self.marks.add(event["kind"], place.offset + event["time"], event["step"], values_of)
         if log.end is not place.end:

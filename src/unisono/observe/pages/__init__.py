@@ -199,7 +199,7 @@ def _write_lines(lines: Lines, charts: list[dict[str, Any]]) -> str:
 
 def _write_series(series: Series) -> dict[str, Any]:
     """Points with a number each, thinned out where there are more than a screen can show."""
-    points = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if y is not None and math.isfinite(y)]
+    points = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if y is not None and math.isfinite(x + y)]
     step = max(1, math.ceil(len(points) / _POINTS))
     kept = points[::step] + (points[-1:] if len(points) % step != 1 and step > 1 else [])
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def _show_costs(found: Summary) -> list[Block]:
         return ["No step was recorded."]
     slowest_first = sorted(trained, key=lambda rank: -rank.own_s)
     shown = trained if len(trained) <= _MOST_RANKS else sorted(slowest_first[:_MOST_RANKS], key=lambda rank: rank.rank)
-    rows = [(f"rank {rank.label}", [1e3 * rank.cost[part] for part in PARTS]) for rank in shown]
+    rows = [(rank.name, [1e3 * rank.cost[part] for part in PARTS]) for rank in shown]
     rows.append(("mean of all", [1e3 * found.cost[part] for part in PARTS]))
     note = "Hidden communication runs behind compute and costs no time."
     if len(shown) < len(trained):
@@ -145,7 +146,7 @@ def _show_balance(found: Summary) -> list[Block]:
         rows: list[tuple[str, list[float | None]]] = []
         for rank in known:
             rest = sum(count for name, count in rank.classes.items() if name not in names)
-            rows.append((f"rank {rank.label}", [*(float(rank.classes.get(name, 0)) for name in names), float(rest)]))
+            rows.append((rank.name, [*(float(rank.classes.get(name, 0)) for name in names), float(rest)]))
         parts = [*(f"class {name}" for name in names), "others"]
         if not any(values[-1] for _, values in rows):
             parts, rows = parts[:-1], [(name, values[:-1]) for name, values in rows]
@@ -159,7 +160,8 @@ def _show_events(found: Summary) -> list[Block]:
         return []
     rows = []
     for event in every:
-        at = "-" if found.started is None else f"{event['time'] - found.started:.1f} s"
+        after = math.nan if found.started is None else event["time"] - found.started
+        at = f"{after:.1f} s" if math.isfinite(after) else "-"
         rows.append([str(event["text"]), str(event["kind"]), str(event.get("step", "-")), at])
     return [Table([("what happened", ""), ("kind", ""), ("step", ""), ("after", "")], rows)]
 
@@ -243,7 +245,7 @@ def _draw_steps(axes: Any, found: Summary) -> None:
         _say_nothing(axes, "no step was recorded")
         return
     ranks = sorted(ranks, key=lambda rank: -rank.rank)
-    names = [f"rank {rank.label}" for rank in ranks]
+    names = [rank.name for rank in ranks]
     left = [0.0] * len(ranks)
     for part, label, colour in zip(PARTS, list_parts(found), _COLOURS, strict=True):
         widths = [1e3 * rank.cost[part] for rank in ranks]

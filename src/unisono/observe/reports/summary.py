@@ -53,6 +53,11 @@ class RankSummary:
         return str(self.rank) if self.rank == self.place else f"worker {self.place}"
 
     @property
+    def name(self) -> str:
+        """The same in a sentence."""
+        return f"rank {self.rank}" if self.rank == self.place else self.label
+
+    @property
     def own_s(self) -> float:
         """What it does itself in a step, and nobody waits for others."""
         return self.cost["compute"] + self.cost["data"]

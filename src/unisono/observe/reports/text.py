@@ -85,7 +85,7 @@ def _costs(found: Summary) -> Table:
         table.add_column(head, justify="right")
     ranks = [rank for rank in found.ranks if rank.steps]
     for rank in ranks if len(ranks) <= _MOST_RANKS else sorted(ranks, key=lambda r: -r.own_s)[: _MOST_RANKS // 2]:
-        slow = found.slowest is not None and found.slowest.cause and rank.rank == found.slowest.rank
+        slow = found.slowest is not None and found.slowest.cause and rank.place == found.slowest.place
         table.add_row(*list_rank_cells(found, rank), style="yellow" if slow else "")
     if len(ranks) > _MOST_RANKS:
         table.add_row(f"of {len(ranks)}", *[""] * (len(heads) - 1), style="dim")

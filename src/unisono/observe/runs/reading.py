@@ -274,14 +274,14 @@ class RunReader:
                 fresh.rows.append(_read_row(line[1:]))
             elif kind == "metrics":
                 _, step, at, found, how = line
+                rank.last_time = at = _read_time(at)
                 for name, value in found.items():
                     number = math.nan if value is None else float(value)
-                    fresh.values.setdefault(name, (str(how), []))[1].append((float(step), float(at), number))
-                rank.last_time = float(at)
+                    fresh.values.setdefault(name, (str(how), []))[1].append((float(step), at, number))
             elif kind == "event":
                 _, name, step, at, found = line
-                fresh.events.append({**found, "kind": str(name), "step": int(step), "time": float(at)})
-                rank.last_time = float(at)
+                rank.last_time = at = _read_time(at)
+                fresh.events.append({**found, "kind": str(name), "step": int(step), "time": at})
             else:
                 self._take_other(rank, line)
         except _WRONG:
@@ -308,8 +308,8 @@ class RunReader:
                 (str(op), str(tag), int(sent), str(channel), int(sequence), int(step), start, last, end)
             )
         elif kind == "end":
-            rank.end = {**line[2], "time": float(line[1])}
-            rank.last_time = float(line[1])
+            rank.last_time = _read_time(line[1])
+            rank.end = {**line[2], "time": rank.last_time}
         else:
             raise ValueError(kind)
 
@@ -451,6 +451,13 @@ def _read_row(values: Sequence[Any]) -> list[float]:
     if len(numbers) != len(COLUMNS) or not all(map(math.isfinite, numbers)) or numbers[1] < numbers[0]:
         raise ValueError(numbers)
     return numbers
+
+
+def _read_time(value: Any) -> float:
+    """Seconds of a clock; raises if they are none."""
+    if not math.isfinite(value):
+        raise ValueError(value)
+    return float(value)
 
 
 def _is_number(value: Any) -> bool:

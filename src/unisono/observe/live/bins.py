@@ -200,11 +200,9 @@ class StepSeries:
         self.width *= 2
         for number, entry in old.items():
             kept = self._sums.setdefault(number // 2, _Sum())
-            kept.total, kept.count, kept.steps = (
-                kept.total + entry.total,
-                kept.count + entry.count,
-                kept.steps + entry.steps,
-            )
+            kept.total += entry.total
+            kept.count += entry.count
+            kept.steps += entry.steps
             kept.low, kept.high = min(kept.low, entry.low), max(kept.high, entry.high)
             kept.last_step, kept.time = max(kept.last_step, entry.last_step), max(kept.time, entry.time)
         self.changed = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from unisono.observe.pages import Bars, Block, Lines, Pairs, Section, Series, Table, write_page
 from unisono.observe.reports.pipelines import HEADS, describe_pipeline, list_pipeline_rows
-from unisono.observe.reports.summary import PARTS, MetricSummary, Summary
+from unisono.observe.reports.summary import PARTS, Summary
 from unisono.observe.reports.wording import (
     conclude,
     count_classes,
@@ -48,8 +48,7 @@ def make_page(runs: Sequence[Summary]) -> str:
         Section("What is missing from the record", [*found.missing]),
         Section("What was run", [Pairs(list_facts(found)), *_show_failure(found)]),
     ]
-    shown = [section for section in sections if section.blocks and (found.missing or "missing" not in section.heading)]
-    return write_page(found.name, _make_lead(found), shown)
+    return write_page(found.name, _make_lead(found), [section for section in sections if section.blocks])
 
 
 def _make_lead(found: Summary) -> str:
@@ -77,21 +76,10 @@ def _show_costs(found: Summary) -> list[Block]:
     bars = Bars("A mean step of each rank", "ms", list_parts(found), rows, note)
     slowest = [] if found.slowest is None else [found.slowest.text]
     said = _make_sentences([*slowest, describe_speed_up(found), *found.notes])
-    return [*said, bars, _show_ranks(found, shown)]
-
-
-def _show_ranks(found: Summary, shown: Sequence[object]) -> Table:
-    meshed = any(rank.mesh_place for rank in found.ranks)
-    heads = [
-        ("rank", ""),
-        *([("mesh", "")] if meshed else []),
-        ("host", ""),
-        ("step", "ms"),
-        *((part, "ms") for part in (*PARTS, "hidden")),
-        ("longest", "ms"),
-    ]
-    heads += [("sent", "a step"), ("steps", ""), ("samples", "")]
-    return Table(heads, [list_rank_cells(found, rank, details=True) for rank in found.ranks if rank in shown])
+    mesh = [("mesh", "")] if any(rank.mesh_place for rank in found.ranks) else []
+    times = [(part, "ms") for part in ("step", *PARTS, "hidden", "longest")]
+    heads = [("rank", ""), *mesh, ("host", ""), *times, ("sent", "a step"), ("steps", ""), ("samples", "")]
+    return [*said, bars, Table(heads, [list_rank_cells(found, rank, details=True) for rank in shown])]
 
 
 def _make_sentences(texts: Sequence[str]) -> list[str]:
@@ -111,20 +99,17 @@ def _show_pipeline(found: Summary) -> list[Block]:
 
 def _show_metrics(found: Summary) -> list[Block]:
     blocks: list[Block] = []
+    over = {"mean": "mean over ranks", "sum": "sum over ranks", "min": "lowest of the ranks", "max": "highest"}
     for i, metric in enumerate(found.metrics[:_MOST_METRICS]):
         if metric.values:
-            blocks.append(_draw(metric, i))
-    own = [metric for metric in found.metrics if metric.how == "rank"]
-    for metric in own:
-        shown = ", ".join(f"rank {r}: {show_number(v)}" for r, v in list(metric.ranks.items())[:_MOST_RANKS])
-        blocks.append(f"{metric.name}, each rank's own, the last: {shown}")
+            series = Series(metric.name, metric.steps, metric.values, i)
+            title = f"{metric.name} ({over.get(metric.how, metric.how)})"
+            blocks.append(Lines(title, "step", metric.name, [series], whole_x=True))
+    for metric in found.metrics:
+        if metric.how == "rank":
+            shown = ", ".join(f"rank {r}: {show_number(v)}" for r, v in list(metric.ranks.items())[:_MOST_RANKS])
+            blocks.append(f"{metric.name}, each rank's own, the last: {shown}")
     return blocks
-
-
-def _draw(metric: MetricSummary, colour: int) -> Lines:
-    over = {"mean": "mean over ranks", "sum": "sum over ranks", "min": "lowest of the ranks", "max": "highest"}
-    title = f"{metric.name} ({over.get(metric.how, metric.how)})"
-    return Lines(title, "step", metric.name, [Series(metric.name, metric.steps, metric.values, colour)], whole_x=True)
 
 
 def _show_bytes(found: Summary) -> list[Block]:
@@ -133,8 +118,8 @@ def _show_bytes(found: Summary) -> list[Block]:
         return []
     rows = [[kind, show_bytes(sent), f"{100 * sent / total:.1f} %"] for kind, sent in found.bytes_by_kind.items()]
     rows.append(["all", show_bytes(total), "100 %"])
-    note = "By a formula, not counted where they were sent." if found.bytes_by_formula else ""
-    return [Table([("kind", ""), ("sent by all ranks", ""), ("share", "")], rows), *([note] if note else [])]
+    note = ["By a formula, not counted where they were sent."] if found.bytes_by_formula else []
+    return [Table([("kind", ""), ("sent by all ranks", ""), ("share", "")], rows), *note]
 
 
 def _show_balance(found: Summary) -> list[Block]:

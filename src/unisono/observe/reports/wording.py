@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from unisono.observe.reports.summary import PARTS, RankSummary, Summary, show_time
 from unisono.units import show_bytes, show_duration, show_ms, show_number
@@ -152,6 +151,7 @@ def list_parts(found: Summary) -> list[str]:
 
 def list_differences(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     """Rows of a table: a name, and a cell for each run; of numbers, how many times the first run's."""
+    bubble = "  bubble, % of the schedule"
     rows: list[tuple[str, list[str]]] = [
         ("outcome", [describe_outcome(run) for run in runs]),
         ("started", [show_time(run.started) or "-" for run in runs]),
@@ -163,50 +163,32 @@ def list_differences(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("parameters", ["-" if run.parameters is None else f"{run.parameters:,}" for run in runs]),
         ("versions", [", ".join(f"{k} {v}" for k, v in run.versions.items()) or "-" for run in runs]),
         ("steps", [f"{run.steps:,}" for run in runs]),
-        _compare("step, ms", runs, lambda run: run.cost.get("wall"), show_ms),
-        *(_compare(f"  {part}", runs, _finder(part), show_ms) for part in PARTS),
-        _compare("  bubble, % of the schedule", runs, _find_bubble, lambda v: f"{v:.1f}"),
-        _compare("sent a step by a worker", runs, lambda run: run.cost.get("bytes_sent"), show_bytes),
-        _compare("samples a second", runs, lambda run: run.samples_a_second, lambda v: f"{v:,.0f}"),
-        _compare("speed-up", runs, lambda run: run.speed_up.times, lambda v: f"{v:.2f}"),
+        _compare("step, ms", [run.cost.get("wall") for run in runs], show_ms),
+        *(_compare(f"  {part}", [run.cost.get(part) for run in runs], show_ms) for part in PARTS),
+        _compare(bubble, [100 * run.pipeline.bubble if run.pipeline else None for run in runs], "{:.1f}".format),
+        _compare("sent a step by a worker", [run.cost.get("bytes_sent") for run in runs], show_bytes),
+        _compare("samples a second", [run.samples_a_second for run in runs], "{:,.0f}".format),
+        _compare("speed-up", [run.speed_up.times for run in runs], "{:.2f}".format),
         ("slowest rank", [_describe_slowest(run) for run in runs]),
     ]
+    lasts = [{metric.name: metric.last for metric in run.metrics if metric.values} for run in runs]
     names = dict.fromkeys(metric.name for run in runs for metric in run.metrics if metric.how != "rank")
-    rows += [_compare(f"{name}, last", runs, partial(_find_last, name), show_number) for name in names]
+    rows += [_compare(f"{name}, last", [last.get(name) for last in lasts], show_number) for name in names]
     rows.append(("missing", ["; ".join(run.missing) or "nothing" for run in runs]))
     same = ("versions", "command", "parameters", "missing")
-    of_meshes = ("mesh", "  bubble, % of the schedule")
-    rows = [(name, cells) for name, cells in rows if name not in of_meshes or set(cells) != {"-"}]
+    rows = [(name, cells) for name, cells in rows if name not in ("mesh", bubble) or set(cells) != {"-"}]
     return [(name, cells) for name, cells in rows if name not in same or len(set(cells)) > 1 or name == "parameters"]
 
 
-def _compare(
-    name: str, runs: Sequence[Summary], find: Callable[[Summary], float | None], show: Callable[[float], str]
-) -> tuple[str, list[str]]:
-    numbers = [find(run) for run in runs]
-    first = numbers[0]
-    cells = []
-    for i, number in enumerate(numbers):
-        text = "-" if number is None else show(number)
-        if i and number and first:
-            text += f"  ({number / first:.2f}x)"
-        cells.append(text)
-    return name, cells
+def _compare(name: str, numbers: Sequence[float | None], show: Callable[[float], str]) -> tuple[str, list[str]]:
+    first, *others = ["-" if number is None else show(number) for number in numbers]
+    for i, number in enumerate(numbers[1:]):
+        if number and numbers[0]:
+            others[i] += f"  ({number / numbers[0]:.2f}x)"
+    return name, [first, *others]
 
 
 def _describe_slowest(run: Summary) -> str:
     if run.slowest is None:
         return "-"
     return f"{run.slowest.rank}: {run.slowest.cause}, {run.slowest.factor:.2f}x" if run.slowest.cause else "none"
-
-
-def _find_bubble(run: Summary) -> float | None:
-    return None if run.pipeline is None else 100 * run.pipeline.bubble
-
-
-def _finder(part: str) -> Callable[[Summary], float | None]:
-    return lambda run: run.cost.get(part)
-
-
-def _find_last(name: str, run: Summary) -> float | None:
-    return next((metric.last for metric in run.metrics if metric.name == name and metric.values), None)

@@ -169,13 +169,10 @@ class Feeder:
         """When the first worker has written: then it is known what the run is."""
         asked, self._asked = self._asked, []
         for one in asked:
-            self._open_one(one)
-
-    def _open_one(self, asked: Asked) -> None:
-        try:
-            self._sinks.append(open_sink(asked, self.reader))
-        except Exception as error:  # a library's own: not logged in, no such server, a port in use
-            _say(f"nothing is logged to {asked}: {_explain(error)}; training goes on")
+            try:
+                self._sinks.append(open_sink(one, self.reader))
+            except Exception as error:  # noqa: PERF203  # a library's own: not logged in, no such server, a port in use
+                _say(f"nothing is logged to {one}: {_explain(error)}; training goes on")
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
         try:

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -223,15 +223,12 @@ class RunReader:
                 self._files[int(stem)] = _Grows(self.folder / "ranks" / name, ends=self._ends)
                 self.ranks[int(stem)] = RankLog(int(stem))
         if len(self.ranks) > known:
-            self._limit()
             self.ranks = dict(sorted(self.ranks.items()))
-
-    def _limit(self) -> None:
-        most = min(_MOST_A_RANK, max(_LEAST_ROWS, _MOST_ROWS // max(1, len(self.ranks))))
-        for rank in self.ranks.values():
-            rank.rows.limit(most)
-            for series in rank.metrics.values():
-                series.limit(most)
+            most = min(_MOST_A_RANK, max(_LEAST_ROWS, _MOST_ROWS // len(self.ranks)))
+            for rank in self.ranks.values():
+                rank.rows.limit(most)
+                for series in rank.metrics.values():
+                    series.limit(most)
 
     # Lines ----------------------------------------------------------------------------------------------------------
 
@@ -293,7 +290,10 @@ class RunReader:
             self._take_header(rank, dict(line[1]))
         elif kind == "tags":
             rank.tag_sums[int(rank.header.get("pid", 0))] = {str(k): int(v) for k, v in line[1].items()}
-            rank.tags = _sum_dicts(rank.tag_sums.values())
+            sums: Counter[str] = Counter()
+            for of_process in rank.tag_sums.values():
+                sums.update(of_process)
+            rank.tags = dict(sums)
         elif kind == "data":
             rank.data = dict(line[1])
         elif kind == "pipeline":
@@ -462,11 +462,3 @@ def _read_time(value: Any) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _sum_dicts(many: Iterable[dict[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for one in many:
-        for name, value in one.items():
-            sums[name] = sums.get(name, 0) + value
-    return sums

@@ -342,6 +342,25 @@ def test_log_takes_numbers_of_all_kinds() -> None:
     assert (third[1], third[3:]) == (40, [{"lr": 0.25}, "rank"])
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_the_loss_of_a_step_is_the_same_whether_the_strategy_knows_of_its_passes_or_not(told: bool) -> None:
+    """Four passes of a quarter of the loss each. If each is exchanged, the first step tells how many there are."""
+    kept, world = Kept(), un.World()
+    mine, model = Recorder(world, kept), nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    replica = un.parallel(model, optimizer, "allreduce", world=world, accumulate=4 if told else 1)
+    for _ in range(3):
+        for _ in range(4):
+            (model(torch.ones(1, 1)).sum() * 8 / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    replica.close()
+    mine.close("ok")
+    losses = [line[3]["loss"] for line in kept.of("metrics")]
+    assert losses == ([8.0] * 3 if told else [2.0] * 4 + [8.0] * 8)
+
+
 class Later:
     """A CUDA event whose work is done when it is told so."""
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.launchers.runtime import exit_status
 from unisono.launchers.runtime.run_folder import FORMAT, SUMMED, WRITE_S, find_boot, find_version, find_write_s
@@ -132,6 +133,7 @@ class Recorder:
         self._traced_until = -1
         self.is_closed = False
         self.ledger.listener = self
+        self._thread, self._steps = threading.get_ident(), register_optimizer_step_post_hook(self._end_step)
         if follow_backward(self):
             self._losses = Losses()
         self.write()
@@ -181,6 +183,11 @@ class Recorder:
     def after_backward(self) -> None:
         """See BackwardListener."""
 
+    def _end_step(self, *_: Any) -> None:
+        """An optimizer has made a step: losses are told how many passes it had."""
+        if self._losses is not None and threading.get_ident() == self._thread:
+            self._losses.end_step()
+
     def note_scaled(self, scaled: Any, loss: Any) -> None:
         """See BackwardListener."""
         if self._losses is not None:
@@ -224,6 +231,7 @@ class Recorder:
                 _line("end", round(self.ledger.clock(), 6), {"outcome": outcome, "how": how}) + "\n", last=True
             )
             self.is_closed = True
+            self._steps.remove()
             leave_backward(self)
             if self.ledger.listener is self:
                 self.ledger.listener = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unisono import cli
-from unisono.cli.command_line import COMMANDS, main
+from unisono.cli.command_line import COMMANDS, main, make_parser
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.job import Job
 
@@ -147,6 +148,21 @@ def test_a_job_script_starts_workers_as_the_command_would(tmp_path: Path) -> Non
     program.write_text("")
     assert main(["run", "-n", "2", "--pdb", "--warm", "--on", "slurm", "--script", str(script), str(program)]) == 0
     assert {"--pdb", "--warm"} <= set(script.read_text().split())
+
+
+def test_a_job_script_repeats_every_option_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, script = tmp_path / "train.py", tmp_path / "job.sh"
+    program.write_text("")
+    repeated = ["--wait", "90", "--page", "--page-port", "8080", "--page-bind", "0.0.0.0", "--page-stay"]
+    repeated += ["--grace", "90.0", "--threads", "3", "--output", "rank0", "--faults", "kill 1@4", "--no-record"]
+    words = ["--on", "slurm", "-n", "2", *repeated, "--options=--time=5", "--hosts", "a,b"]
+    assert main(["run", *words, "--script", str(script), str(program), "--lr", "1"]) == 0
+    assert capsys.readouterr().err == ""  # the page is of the run, not of this command
+    started = shlex.split(script.read_text().splitlines()[-1])
+    again = make_parser(["run"]).read(started[started.index("run") :])
+    first = make_parser(["run"]).read(["run", *words, str(program), "--lr", "1"])
+    given_to_sbatch = {"options": None, "hosts": None}
+    assert vars(again) | {"parser": None} == vars(first) | given_to_sbatch | {"parser": None}
 
 
 def test_what_no_run_could_begin_with_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from preloaded import Program
 from unisono.launchers.lab.hosts import EmulatedHosts
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.runtime.link_emulation import Link
 
 SOURCES = Path(__file__).parents[2] / "src"
 

@@ -14,9 +14,8 @@ import pytest
 from unisono.cli.command_line import main
 from unisono.launchers import control
 from unisono.launchers.control import MOST_CONNECTIONS, Control
-from unisono.launchers.runtime.event_loop import EventLoop
-from unisono.launchers.runtime.local_channel import LocalChannel
-from unisono.launchers.runtime.private_folder import find_private_folder
+from unisono.launchers.runtime.files import find_private_folder
+from unisono.launchers.runtime.local_channel import EventLoop, LocalChannel
 
 
 class Listening:

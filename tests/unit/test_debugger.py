@@ -20,14 +20,12 @@ import torch
 import unisono as un
 from unisono.launchers.runtime import debugger, stops
 from unisono.launchers.runtime.channel import Channel, NotProven
-from unisono.launchers.runtime.debugger import terminal
+from unisono.launchers.runtime.debugger import prompt as terminal
 from unisono.launchers.runtime.debugger.agent import Agent, RankThread
-from unisono.launchers.runtime.debugger.attaching import list_announced
-from unisono.launchers.runtime.debugger.hub import Hub, read_wait_s
-from unisono.launchers.runtime.debugger.link import HubConnection, connect_to_hub
+from unisono.launchers.runtime.debugger.hub import Hub, HubConnection, connect_to_hub, list_announced, read_wait_s
 from unisono.launchers.runtime.debugger.prompt import Prompt
 from unisono.launchers.runtime.debugger.rank_pdb import RankPdb
-from unisono.launchers.runtime.private_folder import find_private_folder
+from unisono.launchers.runtime.files import find_private_folder
 from unisono.units import parse_ranks, show_ranks
 from unisono.world import World
 from unisono.world.transports.threads import Hub as ThreadHub

@@ -11,7 +11,7 @@ from unisono.cli import main
 from unisono.launchers import environment
 from unisono.launchers.failures import Failure, Outcome
 from unisono.launchers.fault_report import FaultReport, read_faults
-from unisono.launchers.runtime.fault_script import Fault, FaultError, check_script, parse_script
+from unisono.launchers.runtime.faults import Fault, FaultError, check_script, parse_script
 
 
 def test_every_kind_of_fault_is_read() -> None:

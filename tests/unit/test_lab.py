@@ -14,7 +14,7 @@ from unisono.cli.command_line import main
 from unisono.launchers.lab import cleanup, engine
 from unisono.launchers.lab.engine import Lab
 from unisono.launchers.lab.measure import measure_wire
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.runtime.link_emulation import Link
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from unisono.launchers.failures import Failure
 from unisono.launchers.job import ElasticSettings, Job
 from unisono.launchers.local_worker import LocalWorker
 from unisono.launchers.runtime import membership
-from unisono.launchers.runtime.event_loop import EventLoop
-from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.local_channel import EventLoop, LocalChannel
 from unisono.launchers.runtime.status import StatusPage
 
 

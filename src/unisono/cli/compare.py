@@ -184,7 +184,7 @@ def _read_request(options: argparse.Namespace, own: list[str]) -> Request:
 
 def _check_methods(request: Request, parser: argparse.ArgumentParser) -> None:
     """Refuse what cannot be built or parsed, before anything is started."""
-    from unisono.launchers.runtime.link_text import parse_links
+    from unisono.launchers.runtime.link_emulation import parse_links
     from unisono.methods.spec import build
 
     try:

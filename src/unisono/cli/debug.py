@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `debug`; gives the exit status."""
     from unisono.launchers.runtime.channel import Unreachable
-    from unisono.launchers.runtime.debugger.attaching import attach, list_announced
+    from unisono.launchers.runtime.debugger.hub import attach, list_announced
     from unisono.launchers.runtime.debugger.prompt import Prompt
-    from unisono.launchers.runtime.private_folder import NotPrivate
+    from unisono.launchers.runtime.files import NotPrivate
 
     try:
         runs = list_announced()

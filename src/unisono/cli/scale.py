@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `scale`; gives the exit status."""
     from unisono.launchers.control import Gone
-    from unisono.launchers.runtime.private_folder import NotPrivate
+    from unisono.launchers.runtime.files import NotPrivate
 
     try:
         _change(options)

@@ -219,7 +219,7 @@ def _read_cluster(options: argparse.Namespace, plan: Plan | None) -> Cluster:
 
 
 def _read_link(text: str, name: str) -> tuple[float, float]:
-    from unisono.launchers.runtime.link_text import parse_link
+    from unisono.launchers.runtime.link_emulation import parse_link
 
     try:
         link = parse_link(text)

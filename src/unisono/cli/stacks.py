@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `stacks`; gives the exit status."""
-    from unisono.launchers.control import Gone
-    from unisono.launchers.runtime.private_folder import NotPrivate
-    from unisono.launchers.stacks import ask_for_report
+    from unisono.launchers.control import Gone, ask_for_report
+    from unisono.launchers.runtime.files import NotPrivate
 
     try:
         found = ask_for_report(find_only_run("unisono stacks") if options.name is None else options.name)

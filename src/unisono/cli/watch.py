@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.open:
         _say(open_in_browser(opened.url))
 
-    from unisono.launchers.stacks import ask_for_stacks
+    from unisono.launchers.control import ask_for_stacks
     from unisono.observe.live.server import serve_page
 
     serve_page(folder, opened.listener, opened.token, bound=opened.bound, stays=True, ask_for_stacks=ask_for_stacks)

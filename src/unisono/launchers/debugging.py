@@ -16,7 +16,7 @@ from unisono.launchers.runtime.stops import DEBUGGER, DEBUGGER_WAIT_S, PDB
 
 if TYPE_CHECKING:
     from unisono.launchers.runtime.debugger.hub import Hub
-    from unisono.launchers.runtime.debugger.terminal import TerminalPrompt
+    from unisono.launchers.runtime.debugger.prompt import TerminalPrompt
 
 __all__ = ["RunDebugger"]
 
@@ -57,7 +57,7 @@ class RunDebugger:
 
     def start(self) -> None:
         """Serve: a worker is about to connect."""
-        from unisono.launchers.runtime.debugger.attaching import announce
+        from unisono.launchers.runtime.debugger.hub import announce
 
         hub = self._hub or self._make_hub()
         if not hub.is_serving:
@@ -67,7 +67,7 @@ class RunDebugger:
     def _make_hub(self) -> Hub:
         from unisono.launchers.runtime.debugger import make_token
         from unisono.launchers.runtime.debugger.hub import Hub
-        from unisono.launchers.runtime.debugger.terminal import TerminalPrompt
+        from unisono.launchers.runtime.debugger.prompt import TerminalPrompt
 
         self._hub = hub = Hub(self.listener, make_token(self._secret), self._say)
         hub.how_to_attach = f"unisono debug {hub.run}"
@@ -81,7 +81,7 @@ class RunDebugger:
             self.listener.close()
             return
         if self._hub.is_serving:
-            from unisono.launchers.runtime.debugger.attaching import forget
+            from unisono.launchers.runtime.debugger.hub import forget
 
             forget(self._hub)
         self._hub.close()

@@ -26,7 +26,7 @@ from unisono.launchers.failures import SETTLE_S, Outcome
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
 from unisono.launchers.remote_worker import RemoteWorker
 from unisono.launchers.runtime.channel import Channel, Frame
-from unisono.launchers.runtime.stack_text import judge
+from unisono.launchers.runtime.stacks import judge
 
 __all__ = ["ElasticHostsRun"]
 

@@ -13,8 +13,8 @@ from unisono.launchers.elastic import LOOK_S, ElasticSupervisor, WorkerConnectio
 from unisono.launchers.job import ElasticSettings
 from unisono.launchers.local_worker import LocalWorker
 from unisono.launchers.runtime import membership
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.local_channel import LocalChannel
-from unisono.launchers.runtime.memfd import anonymous_file
 
 if TYPE_CHECKING:
     from unisono.launchers.local import LocalRun

@@ -31,12 +31,11 @@ from unisono.launchers.job import Job
 from unisono.launchers.meeting_page import OfferedPage
 from unisono.launchers.output import OutputClosed
 from unisono.launchers.remote_worker import RemoteWorker
-from unisono.launchers.runtime.channel import Channel, Frame
+from unisono.launchers.runtime.channel import Channel, Frame, derive_secret
 from unisono.launchers.runtime.channel_server import ChannelServer
 from unisono.launchers.runtime.machine import address_towards
 from unisono.launchers.runtime.run_folder import name_rank_file
-from unisono.launchers.runtime.secret import derive_secret
-from unisono.launchers.runtime.stack_text import WorkerStack
+from unisono.launchers.runtime.stacks import WorkerStack
 from unisono.launchers.store import HostedStore
 from unisono.launchers.supervisor import AT_ONCE, Schedule, Supervisor
 from unisono.launchers.worker_state import Worker

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
+from unisono.launchers.runtime.channel import SECRET, STORE
 from unisono.launchers.runtime.huge_pages import are_wanted
 from unisono.launchers.runtime.machine import usable_cores
 from unisono.launchers.runtime.run_folder import FOLDER, FOLDER_ID, RunFolder
-from unisono.launchers.runtime.secret import SECRET, STORE
 
 __all__ = ["ALLOCATOR", "set_allocator", "threads_per_worker", "worker_environment"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.launchers.failures import Failure, Outcome
-from unisono.launchers.runtime.fault_script import Fault, check_script
+from unisono.launchers.runtime.faults import Fault, check_script
 
 __all__ = ["VARIABLE", "FaultReport", "read_faults"]
 

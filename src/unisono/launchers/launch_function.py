@@ -20,7 +20,7 @@ from unisono.launchers.failures import WorkerError, format_preemption
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
 from unisono.launchers.local import LocalRun
 from unisono.launchers.output import MODES, Mode
-from unisono.launchers.runtime.memfd import anonymous_file
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.supervisor import Supervisor
 
 if TYPE_CHECKING:

@@ -25,12 +25,11 @@ from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.local_worker import LocalWorker
 from unisono.launchers.output import OutputClosed
 from unisono.launchers.processes import Command, Pipes, open_starter
-from unisono.launchers.runtime.memfd import anonymous_file
-from unisono.launchers.runtime.secret import SECRET
-from unisono.launchers.runtime.stack_dump import VARIABLE as STACKS
-from unisono.launchers.runtime.stack_text import WorkerStack, judge
+from unisono.launchers.runtime.channel import SECRET
+from unisono.launchers.runtime.files import anonymous_file
+from unisono.launchers.runtime.stacks import VARIABLE as STACKS
+from unisono.launchers.runtime.stacks import StackFiles, WorkerStack, judge
 from unisono.launchers.runtime.status import StatusPage
-from unisono.launchers.stacks import StackFiles
 from unisono.launchers.store import HostedStore
 from unisono.launchers.supervisor import Schedule, Supervisor
 from unisono.launchers.worker_state import Worker

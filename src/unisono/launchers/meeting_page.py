@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.machine import read_boot_id, read_namespaces
-from unisono.launchers.runtime.memfd import anonymous_file
 
 __all__ = ["OfferedPage", "open_page"]
 

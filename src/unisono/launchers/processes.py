@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
-from unisono.launchers.runtime.event_loop import EventLoop
+from unisono.launchers.runtime.local_channel import EventLoop
 
 if TYPE_CHECKING:
     from unisono.launchers.job import StartMethod

@@ -6,7 +6,7 @@ import secrets
 from socket import create_server, socket
 from typing import TYPE_CHECKING
 
-from unisono.launchers.runtime.secret import SECRET, STORE, derive_secret
+from unisono.launchers.runtime.channel import SECRET, STORE, derive_secret
 
 if TYPE_CHECKING:
     from unisono.launchers.runtime.store_server import StoreServer

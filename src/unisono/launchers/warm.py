@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from unisono.launchers.fork_context import process_context, start_variables
 from unisono.launchers.forks import NoServer, server_command, server_environment
+from unisono.launchers.runtime.files import NotPrivate, find_private_folder
 from unisono.launchers.runtime.local_channel import LocalChannel
-from unisono.launchers.runtime.private_folder import NotPrivate, find_private_folder
 
 __all__ = ["WarmServer", "connect_warm", "list_warm", "stop_warm"]
 

@@ -21,7 +21,7 @@ from unisono.launchers.environment import threads_per_worker
 from unisono.launchers.lab.cleanup import mark_of_this_process
 from unisono.launchers.lab.hosts import EmulatedHosts, NoNamespaces
 from unisono.launchers.lab.measure import measure_wire
-from unisono.launchers.runtime.link_text import Link, parse_links
+from unisono.launchers.runtime.link_emulation import Link, parse_links
 from unisono.units import show_rate, show_s
 
 __all__ = ["Lab"]

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from unisono.launchers.lab import namespaces
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.runtime.link_emulation import Link
 from unisono.launchers.runtime.local_channel import LocalChannel
 
 __all__ = ["EmulatedHosts", "NoNamespaces", "find_obstacle"]

@@ -7,8 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from unisono.launchers.runtime.link_emulation import Wire
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.runtime.link_emulation import Link, Wire
 
 __all__ = ["measure_wire"]
 

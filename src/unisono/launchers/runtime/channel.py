@@ -1,4 +1,4 @@
-"""A connection of the control plane: TCP, where both ends prove that they know a token.
+"""A connection of the control plane: TCP, both of whose ends prove that they know a token; and a run's secret.
 
 Launchers speak so to their workers on other hosts, and workers to the store in which they meet.
 
@@ -8,6 +8,9 @@ Launchers speak so to their workers on other hosts, and workers to the store in 
    from the token and the nonces, so nothing can be put in, left out, or played back.
 
 It authenticates and does not encrypt: like the engines' own traffic, it is for networks that nobody else listens on.
+
+A run's secret opens its store. The launcher makes it, or the user gives it if there is no launcher of ours. It travels
+in the environment of the workers, which only their user can read, and never on a command line.
 """
 
 from __future__ import annotations
@@ -15,25 +18,28 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-from unisono.launchers.runtime.secret import derive_secret
 
 __all__ = [
     "GREETING_S",
     "MOST_UNPROVEN",
+    "SECRET",
+    "STORE",
     "Channel",
     "Frame",
     "NotProven",
     "Unreachable",
     "connect",
     "connect_once",
+    "derive_secret",
     "keep_alive",
+    "read_store_secret",
 ]
 
 GREETING_S = 10.0  # that an end has to prove itself
@@ -253,3 +259,30 @@ def connect_once(host: str, port: int, token: bytes, *, timeout_s: float) -> Cha
     except BaseException:
         sock.close()
         raise
+
+
+SECRET = "UNISONO_SECRET"
+STORE = "UNISONO_STORE"  # the address of the launcher's store, which the launcher's secret opens
+_FEWEST_CHARACTERS = 16
+
+
+def derive_secret(secret: bytes, purpose: str) -> bytes:
+    """Derive a secret for one purpose, from which the first cannot be found."""
+    return hmac.digest(secret, b"unisono " + purpose.encode(), hashlib.sha256)
+
+
+def read_store_secret(host: str, port: int, *, hosted: bool, env: Mapping[str, str] = os.environ) -> bytes | None:
+    """What opens the store at an address; None for one that asks for no secret.
+
+    `hosted`: whether whoever started the workers keeps the store. That is our launcher, or torchrun, whose store knows
+    no secret.
+    """
+    text = env.get(SECRET, "")
+    if not text or (hosted and env.get(STORE) != f"{host}:{port}"):
+        return None
+    if len(text) < _FEWEST_CHARACTERS:
+        raise ValueError(
+            f"{SECRET} has {len(text)} characters; expected at least {_FEWEST_CHARACTERS}, the same on every worker, "
+            "such as `openssl rand -hex 32` prints"
+        )
+    return derive_secret(text.encode(), "store")

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from unisono.launchers.runtime.channel import GREETING_S, MOST_UNPROVEN, Channel, Frame, keep_alive
-from unisono.launchers.runtime.event_loop import EventLoop
+from unisono.launchers.runtime.local_channel import EventLoop
 
 __all__ = ["ChannelServer"]
 

@@ -32,14 +32,14 @@ from unisono.launchers.environment import threads_per_worker, worker_environment
 from unisono.launchers.meeting_page import open_page
 from unisono.launchers.processes import Command, Pipes, Process, open_starter
 from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
-from unisono.launchers.runtime.event_loop import EventLoop
+from unisono.launchers.runtime.files import anonymous_file
+from unisono.launchers.runtime.local_channel import EventLoop
 from unisono.launchers.runtime.machine import interface_of_address, read_boot_id, read_namespaces
-from unisono.launchers.runtime.memfd import anonymous_file
 from unisono.launchers.runtime.place import Place, read_place
 from unisono.launchers.runtime.run_folder import FOLDER, FOLDER_ID
-from unisono.launchers.runtime.stack_dump import VARIABLE as STACKS
+from unisono.launchers.runtime.stacks import VARIABLE as STACKS
+from unisono.launchers.runtime.stacks import StackFiles
 from unisono.launchers.runtime.status import StatusPage
-from unisono.launchers.stacks import StackFiles
 from unisono.launchers.store import store_variables
 from unisono.launchers.worker.program import die_with
 

@@ -32,7 +32,7 @@ __all__ = ["die_with", "main"]
 _HERE = os.path.abspath(__file__)
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
 _MESSAGE_CHARACTERS = 100_000
-_STACKS_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0  # as runtime/stack_dump.py has it
+_STACKS_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0  # as runtime/stacks.py has it
 
 
 class _Reports:
@@ -270,7 +270,7 @@ def _cut_frames(error: BaseException) -> types.TracebackType | None:
 
 def _note_ending(call: str, how: object) -> None:
     """Note how the program ended, for ranks that still wait for this one, if it used any."""
-    ending = sys.modules.get("unisono.launchers.runtime.exit_status")
+    ending = sys.modules.get("unisono.launchers.runtime.status")
     if ending is not None:
         getattr(ending, call)(how)
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
 from unisono.launchers.runtime import stops
-from unisono.launchers.runtime.exit_status import ENDED
 from unisono.launchers.runtime.frames import find_current_call
+from unisono.launchers.runtime.status import ENDED
 from unisono.world.transports import (
     DTYPE_CODES,
     DTYPES,

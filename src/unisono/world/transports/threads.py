@@ -15,9 +15,9 @@ from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
 from unisono.launchers.runtime import stops
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.frames import find_current_call
 from unisono.launchers.runtime.huge_pages import map_shared
-from unisono.launchers.runtime.memfd import anonymous_file
 from unisono.world.transports import (
     CallDescription,
     CallSignature,

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unisono.launchers.runtime import stops
-from unisono.launchers.runtime.debugger.link import HubConnection
+from unisono.launchers.runtime.debugger.hub import HubConnection
 from unisono.launchers.runtime.frames import describe_place, find_user_frame, is_ours
 
 if TYPE_CHECKING:

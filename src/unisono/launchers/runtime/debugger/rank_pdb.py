@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from unisono.launchers.runtime.debugger.link import TEXT_CHARACTERS
+from unisono.launchers.runtime.debugger.hub import TEXT_CHARACTERS
 from unisono.launchers.runtime.frames import describe_place, find_user_frame, is_of_user
 
 __all__ = ["Commands", "RankPdb"]

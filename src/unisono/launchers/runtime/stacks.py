@@ -1,5 +1,8 @@
-"""What workers are doing, read from the stacks that Python's faulthandler writes: in words, and who keeps the others
-waiting.
+"""Stacks of workers: asked for by a signal, put into words, and who keeps the others waiting.
+
+Faulthandler's handler writes stacks from C, so that it works while native code holds Python's lock, without root and
+without a debugger. The worker registers the handler for a signal that nobody else uses (worker/program.py), with a file
+without a name that its launcher reads.
 
 Every worker is in one of these: a collective, its data loader, other Python code, native code that holds Python's lock
 (nothing else of that process runs then), or stopped. Workers that are in the same place are said together.
@@ -7,26 +10,48 @@ Every worker is in one of these: a collective, its data loader, other Python cod
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import fcntl
 import os
 import re
+import signal
+import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Literal, NamedTuple
 
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.frames import is_of_program
+from unisono.launchers.runtime.status import StatusPage
 
 __all__ = [
+    "SIGNAL",
     "SILENT_S",
+    "VARIABLE",
     "Frame",
     "Kind",
+    "PlaceSampler",
+    "StackFile",
+    "StackFiles",
     "Standing",
     "Verdict",
     "WorkerStack",
+    "answer_here",
     "describe_together",
     "find_kind",
     "find_standing",
     "judge",
+    "list_children",
+    "list_frames",
+    "open_file",
     "parse_stacks",
+    "read_stacks",
+    "read_state",
 ]
 
 Kind = Literal["collective", "loader", "code", "held", "stopped", "silent"]
@@ -218,3 +243,191 @@ def describe_together(workers: Sequence[WorkerStack], *, bare: bool = False) -> 
     ranks = [worker.rank for worker in workers]
     listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"{len(ranks)} ranks ({listed}) {said}" if many else f"rank {ranks[0]} {said}"
+
+
+VARIABLE = "UNISONO_STACKS_FD"
+# Neither schedulers nor libraries use it. 0 where the system has no such signals: then nobody answers.
+SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
+_NAME = "unisono-stacks"
+_TO_ANSWER_S = 1.0
+_LOOK_S = 0.01
+_MOST_BYTES = 1 << 20
+_MOST_LOADERS = 16  # processes of one worker that are asked
+
+
+class StackFile:
+    """Where one worker writes its stacks; the launcher's end."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd`: of one that is there; it is closed with this."""
+        self.fd = anonymous_file(_NAME) if fd is None else fd
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_APPEND)
+
+    def empty(self) -> None:
+        """Forget what was written."""
+        os.ftruncate(self.fd, 0)
+
+    def size(self) -> int:
+        """Bytes that have been written."""
+        return os.fstat(self.fd).st_size
+
+    def read(self) -> str:
+        """What was written."""
+        return os.pread(self.fd, _MOST_BYTES, 0).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Let go of it; the worker may still have it."""
+        os.close(self.fd)
+
+
+_own: StackFile | None = None
+
+
+def answer_here() -> StackFile | None:
+    """Have this process write its stacks when it gets the signal: for one that no launcher of ours started. None where
+    the program has a use of its own for the signal."""
+    global _own
+    if _own is None:
+        if not SIGNAL or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+            return None
+        _own = StackFile()
+        faulthandler.register(SIGNAL, file=_own.fd, all_threads=True)
+    return _own
+
+
+def open_file(pid: int, fd: int) -> StackFile | None:
+    """Open the stack file of another process of this user; None if it has none."""
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        return StackFile(os.open(path, os.O_RDWR)) if fd >= 0 and _NAME in os.readlink(path) else None
+    except OSError:
+        return None
+
+
+def read_stacks(asked: Mapping[int, StackFile], wait_s: float = _TO_ANSWER_S) -> dict[int, str]:
+    """The stacks of processes, by their numbers; "" of one that does not answer. One file may not be asked twice."""
+    sizes: dict[int, int] = {}
+    for pid, file in asked.items():
+        file.empty()
+        if _would_answer(pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, SIGNAL)
+                sizes[pid] = 0
+    deadline = time.monotonic() + wait_s
+    waiting = set(sizes)
+    while waiting and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        for pid in list(waiting):
+            before, sizes[pid] = sizes[pid], asked[pid].size()
+            if sizes[pid] and sizes[pid] == before:  # it has stopped growing
+                waiting.discard(pid)
+    return {pid: file.read() for pid, file in asked.items()}
+
+
+def _would_answer(pid: int) -> bool:
+    """Whether a handler for the signal is there: one that has none would be ended by it; and it is not stopped."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line)
+        caught = int(fields["SigCgt"], 16)
+    except (OSError, KeyError, ValueError):
+        return False
+    return bool(caught >> (SIGNAL - 1) & 1) and read_state(pid) not in "TtZX"
+
+
+def read_state(pid: int) -> str:
+    """The kernel's letter for what a process does: R, S, D, T (stopped), Z; "X" where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return "X"
+
+
+def list_children(pid: int) -> list[int]:
+    """The processes that a process has started, which are still its children."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+_MOST = 200  # looks
+
+
+class StackFiles:
+    """The files into which the workers of one host write their stacks, by place."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, StackFile] = {}
+
+    def open(self, place: int) -> int:
+        """The descriptor that the next worker in a place is to inherit."""
+        if place in self._files:
+            self._files[place].close()
+        self._files[place] = StackFile()
+        return self._files[place].fd
+
+    def gather(self, pids: dict[int, int], page: StatusPage, host: str = "") -> list[WorkerStack]:
+        """The stacks of the workers in these places; `pids`: their processes."""
+        known = {place: pid for place, pid in pids.items() if place in self._files}
+        texts = read_stacks({pid: self._files[place] for place, pid in known.items()})
+        found = []
+        for place, pid in known.items():
+            now, noted = time.monotonic(), page.read(place)
+            silent_s = now - noted.heartbeat if noted.heartbeat else 0.0
+            worker = WorkerStack(place, pid, host, texts[pid], (), read_state(pid), silent_s, noted.doing, noted.step)
+            if find_standing(worker).kind == "loader":
+                worker.loaders = self._ask_loaders(place, pid)
+            found.append(worker)
+        return found
+
+    def _ask_loaders(self, place: int, pid: int) -> list[str]:
+        """The processes that load a worker's data were forked from it, with its file: one after the other."""
+        children = list_children(pid)[:_MOST_LOADERS]
+        texts = [read_stacks({child: self._files[place]}, wait_s=0.2)[child] for child in children]
+        return [text for text in texts if text]
+
+    def close(self) -> None:
+        """The run is over."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class PlaceSampler:
+    """Looks at one thread, every `interval_s`, until it is stopped or has looked often enough."""
+
+    def __init__(self, thread: int, interval_s: float) -> None:
+        self._thread, self._interval_s = thread, interval_s
+        self._found: Counter[tuple[Kind, str]] = Counter()
+        self._stopped = threading.Event()
+        self._looker = threading.Thread(target=self._look, name="unisono sampler", daemon=True)
+        self._looker.start()
+
+    def stop(self, kind: Kind) -> str:
+        """The line of the program where the thread was most often, of those times that it did this; "": never."""
+        self._stopped.set()
+        self._looker.join()
+        counts = {place: count for (what, place), count in self._found.items() if what == kind and place}
+        return max(counts, key=lambda place: counts[place]) if counts else ""
+
+    def _look(self) -> None:
+        for _ in range(_MOST):
+            if self._stopped.wait(self._interval_s):
+                return
+            frame = sys._current_frames().get(self._thread)
+            if frame is None:
+                return
+            self._found[find_kind(list_frames(frame))] += 1
+
+
+def list_frames(frame: FrameType | None) -> list[Frame]:
+    """A stack, from its innermost frame outwards."""
+    found = []
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found

@@ -12,8 +12,8 @@ import pytest
 
 from unisono import cli
 from unisono.cli.command_line import COMMANDS, main, make_parser
-from unisono.launchers.environment import worker_environment
 from unisono.launchers.job import Job
+from unisono.launchers.processes import worker_environment
 
 FOLDER = Path(cli.__file__).parent
 

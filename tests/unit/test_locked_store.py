@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hostile_ports import draw_attack, knock, record, visit
 from unisono.launchers.runtime import channel_server, store_server
 from unisono.launchers.runtime.channel import connect_once, read_store_secret
-from unisono.launchers.runtime.place import Place
+from unisono.launchers.runtime.launch_env import Place
 from unisono.launchers.runtime.store_server import LONGEST_MESSAGE, StoreServer
 from unisono.world import PeerLost, locked_store, stores
 from unisono.world.locked_store import LockedStore

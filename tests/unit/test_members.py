@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from unisono.launchers.elastic_local import LocalElastic
+from unisono.launchers.elastic import LocalElastic
 from unisono.launchers.failures import Failure
 from unisono.launchers.job import ElasticSettings, Job
-from unisono.launchers.local_worker import LocalWorker
 from unisono.launchers.runtime import membership
 from unisono.launchers.runtime.local_channel import EventLoop, LocalChannel
 from unisono.launchers.runtime.status import StatusPage
+from unisono.launchers.workers import LocalWorker
 
 
 class Process:

@@ -35,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `lab`; gives the exit status."""
-    from unisono.launchers.lab.cleanup import clean, find_processes
-    from unisono.launchers.lab.hosts import find_obstacle
+    from unisono.launchers.lab.hosts import clean, find_obstacle, find_processes
 
     if options.action == "clean":
         for line in clean() or ["nothing was left"]:

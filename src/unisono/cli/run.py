@@ -487,7 +487,7 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
 
 def _check_faults(job: Job, parser: argparse.ArgumentParser, restarts: int = 0) -> None:
     """End with an error where the fault script cannot be read, or cannot happen in this run."""
-    from unisono.launchers.fault_report import read_faults
+    from unisono.launchers.failures import read_faults
 
     try:
         read_faults(job.faults, job.places, restarts=restarts)

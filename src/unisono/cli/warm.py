@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `warm`; gives the exit status."""
-    from unisono.launchers.warm import list_warm, stop_warm
+    from unisono.launchers.forks import list_warm, stop_warm
 
     servers = stop_warm() if options.action == "stop" else list_warm()
     for server in servers:

@@ -24,12 +24,7 @@ from unisono.launchers.job import Job
 from unisono.launchers.runtime.files import find_private_folder
 from unisono.launchers.runtime.local_channel import EventLoop, LocalChannel
 from unisono.launchers.runtime.run_folder import NoSuchRun, find_run, is_running, read_run
-from unisono.launchers.runtime.stacks import (
-    SILENT_S,
-    Verdict,
-    WorkerStack,
-    judge,
-)
+from unisono.launchers.runtime.stacks import SILENT_S, Verdict, WorkerStack, judge
 
 __all__ = [
     "Control",

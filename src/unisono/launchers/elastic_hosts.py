@@ -24,9 +24,9 @@ from unisono.launchers.engine_run import EngineRun
 from unisono.launchers.engines.engine import Engine
 from unisono.launchers.failures import SETTLE_S, Outcome
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
-from unisono.launchers.remote_worker import RemoteWorker
 from unisono.launchers.runtime.channel import Channel, Frame
 from unisono.launchers.runtime.stacks import judge
+from unisono.launchers.workers import RemoteWorker
 
 __all__ = ["ElasticHostsRun"]
 

@@ -1,8 +1,12 @@
 """Workers forked from a process that has imported torch already: they begin in milliseconds instead of seconds.
 
 A fork server (worker/fork_server.py) belongs to a program: the first `un.launch` starts it, later ones use it, and it
-ends with the program. Or to a user, for `unisono run --warm`: see warm.py. A run holds a connection to its server; the
-connection's end is the end of the run's workers, as the launcher's end is that of fresh ones.
+ends with the program. Or to a user, for `unisono run --warm`. A run holds a connection to its server; the connection's
+end is the end of the run's workers, as the launcher's end is that of fresh ones.
+
+A user has one server for each interpreter, version of torch, state of Unisono's sources, set of namespaces, and set of
+variables that count when a process starts (fork_context.py). Its socket lies in a folder that only the user can enter,
+and both ends ask the kernel who is at the other. It ends after ten minutes without a run, or by `unisono warm stop`.
 
 The variable UNISONO_WARM set to 0 keeps all workers fresh; 1, or a folder for its sockets, makes all runs use the
 user's server.
@@ -12,6 +16,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
 import os
 import signal
 import socket
@@ -19,16 +27,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from unisono.launchers.fork_context import process_context, soft_limits
+from unisono.launchers.fork_context import process_context, soft_limits, start_variables
 from unisono.launchers.job import StartMethod
-from unisono.launchers.processes import Command, FreshProcess, Process, Streams, send_by_pid_fd
+from unisono.launchers.processes import Command, FreshProcess, Process, Streams, send_by_pid_fd, set_allocator
+from unisono.launchers.runtime.files import NotPrivate, find_private_folder
 from unisono.launchers.runtime.local_channel import LocalChannel
 
-__all__ = ["ForkStarter", "NoServer", "connect_starter", "server_command", "server_environment"]
+__all__ = [
+    "ForkStarter",
+    "NoServer",
+    "WarmServer",
+    "connect_starter",
+    "connect_warm",
+    "list_warm",
+    "server_command",
+    "server_environment",
+    "stop_warm",
+]
 
 _SERVER = Path(__file__).parent / "worker" / "fork_server.py"
 _PADDING = 512  # room for the names of runs, each of 24 digits; see _show_run in fork_server.py
@@ -42,8 +61,6 @@ class NoServer(Exception):
 def connect_starter(method: StartMethod) -> ForkStarter:
     """A connection to the user's fork server, or to this program's own; NoServer or OSError if it cannot be reached."""
     if method == "warm" or os.environ.get("UNISONO_WARM", ""):
-        from unisono.launchers.warm import connect_warm
-
         return ForkStarter(connect_warm(), say_why=method == "warm")
     return ForkStarter(_connect_own())
 
@@ -121,8 +138,6 @@ def server_command(fd: int, *, owner: int = 0, idle_s: float = 0.0, path: str = 
 
 def server_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment of a fork server: a worker's, and room for the name of a run."""
-    from unisono.launchers.environment import set_allocator
-
     found = {name: value for name, value in env.items() if not (name.startswith("UNISONO_") and name.endswith("_FD"))}
     set_allocator(found)
     found["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is loaded
@@ -285,3 +300,89 @@ def _import_folders(command: Command) -> list[str]:
     elif not first.startswith("--"):
         entries.insert(0, os.path.dirname(os.path.realpath(first)))
     return list(dict.fromkeys(os.path.abspath(entry) for entry in entries))
+
+
+_IDLE_S = 600.0  # UNISONO_WARM_IDLE_S sets another
+_PACKAGE = Path(__file__).parents[1]
+
+
+def connect_warm() -> LocalChannel:
+    """A connection to the user's fork server, which is started if there is none."""
+    path = _socket_path()
+    with contextlib.suppress(OSError):
+        return LocalChannel.connect(path)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several commands starts it
+        with contextlib.suppress(OSError):
+            return LocalChannel.connect(path)
+        _start(path)
+    return LocalChannel.connect(path)
+
+
+class WarmServer(NamedTuple):
+    """A fork server of the user: its process, how long ago it was started, and the runs that it has workers for."""
+
+    pid: int
+    age_s: float
+    runs: int
+
+
+def list_warm() -> list[WarmServer]:
+    """The user's fork servers."""
+    return _ask_all("status")
+
+
+def stop_warm() -> list[WarmServer]:
+    """Have the user's fork servers end after their current runs; returns them."""
+    return _ask_all("stop")
+
+
+def _ask_all(kind: str) -> list[WarmServer]:
+    found = []
+    for path in sorted(_private_folder().glob("*.socket")):
+        with contextlib.suppress(OSError, ValueError), LocalChannel.connect(path, timeout_s=60) as channel:
+            channel.send({"kind": kind})
+            answer, _ = channel.receive()
+            if answer is not None:
+                found.append(WarmServer(answer["pid"], answer["age_s"], answer["runs"]))
+    return found
+
+
+def _start(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    quiet = subprocess.DEVNULL
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(128)
+        idle_s = float(os.environ.get("UNISONO_WARM_IDLE_S", _IDLE_S))
+        command = server_command(listener.fileno(), idle_s=idle_s, path=str(path))
+        env = server_environment({name: value for name, value in os.environ.items() if name != "UNISONO_RUN"})
+        streams: dict[str, Any] = {"stdin": quiet, "stdout": quiet, "stderr": quiet}
+        # The process that is started forks the server and ends: the server is no child of this command.
+        subprocess.run(command, env=env, pass_fds=(listener.fileno(),), start_new_session=True, check=False, **streams)
+
+
+def _socket_path() -> Path:
+    folder = _private_folder()
+    facts = [sys.executable, sys.version, str(_PACKAGE), *map(str, _source_times())]
+    facts.append(json.dumps(start_variables(server_environment(os.environ)), sort_keys=True))
+    facts.append(str(process_context()["namespaces"]))  # a server that was started in others' would refuse every worker
+    return folder / f"{hashlib.sha256(' '.join(facts).encode()).hexdigest()[:16]}.socket"
+
+
+def _private_folder() -> Path:
+    try:
+        return find_private_folder()
+    except NotPrivate as error:
+        raise NoServer(str(error)) from None
+
+
+def _source_times() -> Iterator[int]:
+    """When torch and each of Unisono's sources were last changed: a server that imported others is not used."""
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        yield os.stat(torch.origin).st_mtime_ns
+    files = sorted(_PACKAGE.rglob("*.py"))
+    yield len(files)
+    yield max(file.stat().st_mtime_ns for file in files)

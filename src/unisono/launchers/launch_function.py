@@ -86,7 +86,7 @@ def call_on(
     least: int | None = None,
 ) -> list[T]:
     """Run a function on an engine; see `unisono.launchers.launch`."""
-    from unisono.launchers.remote import open_remote_run
+    from unisono.launchers.engine_run import open_remote_run
 
     _check(fn, workers, threads, output, timeout_s)
     elastic = _read_least(least, workers)

@@ -18,24 +18,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unisono.launchers import guard
-from unisono.launchers.debugging import RunDebugger
-from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import Outcome
 from unisono.launchers.job import Job, TimedOut
-from unisono.launchers.local_worker import LocalWorker
+from unisono.launchers.meeting import HostedStore, RunDebugger
 from unisono.launchers.output import OutputClosed
-from unisono.launchers.processes import Command, Pipes, open_starter
+from unisono.launchers.processes import Command, Pipes, open_starter, worker_environment
 from unisono.launchers.runtime.channel import SECRET
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.stacks import VARIABLE as STACKS
 from unisono.launchers.runtime.stacks import StackFiles, WorkerStack, judge
 from unisono.launchers.runtime.status import StatusPage
-from unisono.launchers.store import HostedStore
 from unisono.launchers.supervisor import Schedule, Supervisor
-from unisono.launchers.worker_state import Worker
+from unisono.launchers.workers import LocalWorker, Worker
 
 if TYPE_CHECKING:
-    from unisono.launchers.elastic_local import LocalElastic
+    from unisono.launchers.elastic import LocalElastic
 
 __all__ = ["LocalRun"]
 
@@ -55,7 +52,7 @@ class LocalRun(Supervisor[LocalWorker]):
         self._store = HostedStore(backlog=max(128, 2 * job.places))
         self.debugger = RunDebugger(job, self._store.variables[SECRET], self.output.say)
         if job.elastic is not None:
-            from unisono.launchers.elastic_local import LocalElastic
+            from unisono.launchers.elastic import LocalElastic
 
             self.elastic = LocalElastic(job.elastic, self)
         self._stacks = StackFiles()

@@ -16,15 +16,22 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from unisono.launchers.control import Control, HangReports, answer_stacks
-from unisono.launchers.debugging import RunDebugger
-from unisono.launchers.failures import SETTLE_S, Failure, Outcome, first_failure, format_report
-from unisono.launchers.fault_report import FaultReport, read_faults
+from unisono.launchers.failures import (
+    SETTLE_S,
+    Failure,
+    FaultReport,
+    Outcome,
+    first_failure,
+    format_report,
+    read_faults,
+)
 from unisono.launchers.job import Job
+from unisono.launchers.meeting import RunDebugger
 from unisono.launchers.output import Output
 from unisono.launchers.runtime.files import NotPrivate
 from unisono.launchers.runtime.local_channel import EventLoop
 from unisono.launchers.runtime.stacks import WorkerStack, judge
-from unisono.launchers.worker_state import Worker
+from unisono.launchers.workers import Worker
 
 if TYPE_CHECKING:
     from unisono.launchers.elastic import ElasticSupervisor

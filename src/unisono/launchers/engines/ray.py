@@ -20,9 +20,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from unisono.launchers.engines.engine import Engine, EngineError, Work
-from unisono.launchers.table_files import TableFiles
-from unisono.launchers.worker.task import FAILED, run_agent
+from unisono.launchers.engines.engine import FAILED, Engine, EngineError, Work, run_agent
+from unisono.launchers.runtime.table_part import TableFiles
 
 if TYPE_CHECKING:
     pass

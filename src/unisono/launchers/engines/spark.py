@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from unisono.launchers.engines.engine import Engine, EngineError, Work
-from unisono.launchers.table_files import TableFiles, arrow_columns
-from unisono.launchers.worker.task import FAILED, run_agent
+from unisono.launchers.engines.engine import FAILED, Engine, EngineError, Work, run_agent
+from unisono.launchers.runtime.table_part import TableFiles, arrow_columns
 
 if TYPE_CHECKING:
     pass

@@ -1,7 +1,7 @@
 """The agent of one worker: an engine starts it on the worker's host, and it starts and watches that worker.
 
 Started by start.py, without torch. UNISONO_AGENT in the environment is JSON: `launcher` (addresses), `token`, `engine`
-(whose variables name the rank), `page` (meeting_page.py), `heartbeat_s` (None if workers stay), `parent` (the process
+(whose variables name the rank), `page` (meeting.py), `heartbeat_s` (None if workers stay), `parent` (the process
 with which the agent ends, if any).
 
 1. Reach the launcher, say who this is (the engine's rank), and wait until all workers of this attempt are there.
@@ -28,19 +28,17 @@ from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.engines.engine import AGENT
-from unisono.launchers.environment import threads_per_worker, worker_environment
-from unisono.launchers.meeting_page import open_page
-from unisono.launchers.processes import Command, Pipes, Process, open_starter
+from unisono.launchers.meeting import open_page, store_variables
+from unisono.launchers.processes import Command, Pipes, Process, open_starter, threads_per_worker, worker_environment
 from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
 from unisono.launchers.runtime.files import anonymous_file
+from unisono.launchers.runtime.launch_env import Place, read_place
 from unisono.launchers.runtime.local_channel import EventLoop
 from unisono.launchers.runtime.machine import interface_of_address, read_boot_id, read_namespaces
-from unisono.launchers.runtime.place import Place, read_place
 from unisono.launchers.runtime.run_folder import FOLDER, FOLDER_ID
 from unisono.launchers.runtime.stacks import VARIABLE as STACKS
 from unisono.launchers.runtime.stacks import StackFiles
 from unisono.launchers.runtime.status import StatusPage
-from unisono.launchers.store import store_variables
 from unisono.launchers.worker.program import die_with
 
 __all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "serve_worker"]

@@ -26,9 +26,9 @@ from typing import Any
 
 from unisono.launchers.runtime.channel import Channel, Frame, connect
 from unisono.launchers.runtime.channel_server import ChannelServer
+from unisono.launchers.runtime.debug_pause import DEBUGGER_WAIT_S
 from unisono.launchers.runtime.files import NotPrivate, find_private_folder
 from unisono.launchers.runtime.local_channel import EventLoop
-from unisono.launchers.runtime.stops import DEBUGGER_WAIT_S
 
 __all__ = [
     "TEXT_CHARACTERS",

@@ -88,7 +88,7 @@ class Run:
         self.members.on_end(child)
 
     def ask(self, workers: int) -> None:
-        self.members.scaling.answer({"do": "scale", "workers": workers})
+        self.members.scaling.scale(workers)
 
 
 @pytest.fixture

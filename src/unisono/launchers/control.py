@@ -66,7 +66,9 @@ class Control:
         try:
             with open(folder / "runs.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # a socket that is bound and does not listen yet looks left behind
-                _remove_left_behind(folder)
+                for other in folder.glob(f"*{_SUFFIX}"):
+                    if _is_left_behind(other):
+                        other.unlink(missing_ok=True)
                 listener.bind(str(path))
                 listener.listen(128)
         except BaseException:
@@ -123,15 +125,8 @@ class Control:
         channel.close()
 
 
-def _remove_left_behind(folder: Path) -> None:
-    """Remove the sockets of launchers that were killed."""
-    for path in folder.glob(f"*{_SUFFIX}"):
-        if _is_left_behind(path):
-            path.unlink(missing_ok=True)
-
-
 def _is_left_behind(path: Path) -> bool:
-    """Whether nobody listens at a socket any more; a launcher that is only busy still does."""
+    """Whether nobody listens at a socket, as its launcher was killed; a launcher that is only busy still does."""
     try:
         LocalChannel.connect(path, timeout_s=1.0).close()
     except OSError as error:

@@ -55,7 +55,7 @@ class ElasticSupervisor(ABC, Generic[W]):
     def __init__(self, settings: ElasticSettings, run: Supervisor[W]) -> None:
         self.settings, self._run = settings, run
         self.coordinator = Coordinator(run.job.workers, settings.least, patience_s=settings.patience_s)
-        self.scaling = Scaling(self.coordinator, settings, run.job.describe_program(), run.output.say)
+        self.scaling = Scaling(self.coordinator, settings, run.output.say)
         self.heartbeat_s = float(os.environ.get("UNISONO_HEARTBEAT_S", settings.heartbeat_s))
         self.connections: dict[int, WorkerConnection[W]] = {}
         self.step = -1  # the furthest that any worker has come
@@ -385,7 +385,6 @@ class LocalElastic(ElasticSupervisor[LocalWorker]):
             self.advance(connection.worker.read_status().step)
 
     def on_end(self, worker: LocalWorker) -> bool:
-        """See ElasticSupervisor."""
         self._note_step()  # a step may have been made since the last look
         return super().on_end(worker)
 

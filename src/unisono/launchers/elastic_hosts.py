@@ -71,7 +71,6 @@ class ElasticHostsRun(EngineRun):
 
     @property
     def has_begun(self) -> bool:
-        """See EngineRun."""
         return self._is_under_way
 
     # -- watch ---------------------------------------------------------------------------------------------------------
@@ -189,7 +188,6 @@ class ElasticHostsRun(EngineRun):
         return [self.returned.get(place, b"") for place in range(self.job.places)]
 
     def find_step(self, rank: int) -> int | None:
-        """See Supervisor."""
         return self._steps.get(rank)
 
     @property
@@ -270,7 +268,6 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def on_message(self, connection: WorkerConnection[RemoteWorker], message: dict[str, Any]) -> None:
-        """See ElasticSupervisor."""
         super().on_message(connection, message)
         if message["kind"] == "come" and connection.number in self.coordinator.members:
             worker = connection.worker
@@ -311,7 +308,6 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         return self.advance(step)
 
     def on_end(self, worker: RemoteWorker) -> bool:
-        """See ElasticSupervisor."""
         is_lost = super().on_end(worker)
         if is_lost:
             self._end_generation(f"worker {worker.rank} ({worker.describe_process()}) is lost")
@@ -331,5 +327,4 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         self._hosts.agents[worker.channel] = self._hosts.waiting[worker.rank] = fresh
 
     def find_outcome(self, more: tuple[str, ...] = ()) -> Outcome | None:
-        """See ElasticSupervisor."""
         return super().find_outcome(self._hosts.last_words)

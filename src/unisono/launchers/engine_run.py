@@ -26,7 +26,7 @@ from unisono.launchers import guard
 from unisono.launchers.engines.engine import AGENT, Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.failures import Failure, Outcome, first_failure
 from unisono.launchers.job import Job, TimedOut
-from unisono.launchers.meeting import HostedStore, OfferedPage, RunDebugger
+from unisono.launchers.meeting import OfferedPage, RunDebugger
 from unisono.launchers.output import OutputClosed
 from unisono.launchers.processes import worker_environment
 from unisono.launchers.runtime.channel import Channel, Frame, derive_secret
@@ -34,6 +34,7 @@ from unisono.launchers.runtime.channel_server import ChannelServer
 from unisono.launchers.runtime.machine import address_towards
 from unisono.launchers.runtime.run_folder import name_rank_file
 from unisono.launchers.runtime.stacks import WorkerStack
+from unisono.launchers.runtime.store_server import StoreServer
 from unisono.launchers.supervisor import AT_ONCE, Schedule, Supervisor, after_failure
 from unisono.launchers.workers import RemoteWorker, Worker
 
@@ -64,13 +65,12 @@ class EngineRun(Supervisor[RemoteWorker]):
         self.engine = engine.open(job.places)
         super().__init__(job, restarts=self.engine.restarts, inherit=False)
         self._payload, self._token = payload, secrets.token_bytes(32)
+        self._secret = derive_secret(self._token, "run").hex()  # agents have the token, so it need not travel
         self.results: list[bytes] = []
         self._backlog = max(128, 2 * job.places)
-        self._store = self._open_store()  # of the first attempt
-        self._later_store: HostedStore | None = None
+        self._store = self._open_store()  # of this attempt
         self._meeting_page = OfferedPage()
-        secret = derive_secret(self._token, "run").hex()
-        self.debugger = RunDebugger(job, secret, self.output.say, self.engine.listen(self._backlog))
+        self.debugger = RunDebugger(job, self._secret, self.output.say, self.engine.listen(self._backlog))
         self._listener = self.engine.listen(self._backlog)
         self.server = ChannelServer(self.loop, self._listener, self._token, self._on_frames, self._on_lost)
         self._told_stacks: dict[int, WorkerStack] | None = None  # while they are being gathered
@@ -85,7 +85,6 @@ class EngineRun(Supervisor[RemoteWorker]):
         self._wrong = ""  # why the run cannot begin
 
     def supervise(self) -> Outcome:
-        """See Supervisor."""
         outcome = super().supervise()
         self.results = self._take_results()
         return outcome
@@ -100,11 +99,9 @@ class EngineRun(Supervisor[RemoteWorker]):
         return self._preempting
 
     def kill(self) -> None:
-        """See Supervisor."""
         self._send_stop(lambda _: AT_ONCE)
 
     def signal_groups(self, signum: signal.Signals) -> None:
-        """See Supervisor."""
         for worker in self.running:
             self.server.send(worker.channel, kind="signal", number=int(signum))
 
@@ -140,23 +137,17 @@ class EngineRun(Supervisor[RemoteWorker]):
         self._guard = guard.Guard(self.run_id, self._started.sessions())
         self._open_control()
 
-    def _open_store(self) -> HostedStore:
+    def _open_store(self) -> StoreServer:
         """Open a store whose secret follows from the run's token: agents have that, so the secret need not travel."""
-        return HostedStore(self.engine.listen(self._backlog), secret=derive_secret(self._token, "run").hex())
+        return StoreServer(self.engine.listen(self._backlog), derive_secret(self._secret.encode(), "store"))
 
-    def _fresh_store(self) -> HostedStore:
+    def _fresh_store(self) -> StoreServer:
         """A new store for each attempt: torch's groups would take an earlier attempt's addresses for this one's."""
-        store = self._store
-        if self._attempt > 0:
-            self._close_later_store()
-            store = self._later_store = self._open_store()
-        if not store.serving:
-            store.start()
-        return store
-
-    def _close_later_store(self) -> None:
-        if self._later_store is not None:
-            self._later_store.close()
+        if self._store.serving:
+            self._store.close()
+            self._store = self._open_store()
+        self._store.start()
+        return self._store
 
     def _addresses(self) -> list[str]:
         """Where other hosts may reach this one: the addresses from which it would speak to them."""
@@ -351,7 +342,6 @@ class EngineRun(Supervisor[RemoteWorker]):
         if self._started is not None:
             self._end_engine(self._started)
         self.server.close()
-        self._close_later_store()
         self._store.close()
         self._meeting_page.close()
         guard.sweep(self.run_id, self._started.sessions() if self._started else (), patience_s=0.3)
@@ -377,7 +367,6 @@ class EngineRun(Supervisor[RemoteWorker]):
     # -- the report ----------------------------------------------------------------------------------------------------
 
     def find_step(self, rank: int) -> int | None:
-        """See Supervisor."""
         return self.workers[rank].read_status().step
 
     def gather_stacks(self) -> tuple[list[WorkerStack], list[int]]:

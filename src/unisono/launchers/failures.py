@@ -125,7 +125,9 @@ def read_failure(rank: int, message: dict[str, object], now: float) -> Failure |
 def failure_of_exit(rank: int, status: int, now: float, native_traceback: str) -> Failure:
     """The failure of a worker that reported none. `status` is negative for a signal, as in subprocess."""
     if status < 0:
-        return Failure(rank, now, "signal", 128 - status, (), _signal_name(-status), _trim_native(native_traceback))
+        known = [signum.name for signum in signal.Signals if signum == -status]
+        name = known[0] if known else f"signal {-status}"
+        return Failure(rank, now, "signal", 128 - status, (), name, _trim_native(native_traceback))
     return Failure(rank, now, "exit", status)
 
 
@@ -221,13 +223,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown} were"
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def _trim_native(text: str) -> str:
     """faulthandler's dump without the frames of Python's and our own start, and without its list of modules."""
     kept = [
@@ -256,7 +251,9 @@ class FaultReport:
 
     def write_for(self, rank: int) -> str:
         """The faults of a worker that have not fired, as JSON by number; "" if there are none."""
-        mine = {n: str(fault) for n, fault in enumerate(self.faults) if fault.is_for(rank) and n not in self.fired}
+        mine = {
+            n: str(fault) for n, fault in enumerate(self.faults) if fault.rank in (None, rank) and n not in self.fired
+        }
         return json.dumps(mine) if mine else ""
 
     def take(self, message: dict[str, Any]) -> None:

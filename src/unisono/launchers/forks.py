@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from unisono.launchers.fork_context import process_context, soft_limits, start_variables
 from unisono.launchers.job import StartMethod
-from unisono.launchers.processes import Command, FreshProcess, Process, Streams, send_by_pid_fd, set_allocator
+from unisono.launchers.processes import Command, Process, Streams, set_allocator
 from unisono.launchers.runtime.files import NotPrivate, find_private_folder
 from unisono.launchers.runtime.local_channel import LocalChannel
 
@@ -62,7 +62,13 @@ def connect_starter(method: StartMethod) -> ForkStarter:
     """A connection to the user's fork server, or to this program's own; NoServer or OSError if it cannot be reached."""
     if method == "warm" or os.environ.get("UNISONO_WARM", ""):
         return ForkStarter(connect_warm(), say_why=method == "warm")
-    return ForkStarter(_connect_own())
+    global _own
+    with _own_lock:
+        if _own is None or not _own.usable():
+            if _own is not None:
+                _own.close()
+            _own = _OwnServer()
+        return ForkStarter(_own.connect())
 
 
 # -- the server of this program ----------------------------------------------------------------------------------------
@@ -121,16 +127,6 @@ _own: _OwnServer | None = None
 _own_lock = threading.Lock()
 
 
-def _connect_own() -> LocalChannel:
-    global _own
-    with _own_lock:
-        if _own is None or not _own.usable():
-            if _own is not None:
-                _own.close()
-            _own = _OwnServer()
-        return _own.connect()
-
-
 def server_command(fd: int, *, owner: int = 0, idle_s: float = 0.0, path: str = "") -> list[str]:
     """The command that starts a fork server."""
     return [sys.executable, str(_SERVER), str(fd), str(owner), str(idle_s), path]
@@ -149,7 +145,7 @@ def server_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkStarter:
-    """Starts the processes of one run by a fork server, or as fresh ones if the server refuses."""
+    """A run's connection to a fork server."""
 
     def __init__(self, channel: LocalChannel, *, say_why: bool = False) -> None:
         self._channel: LocalChannel | None = channel
@@ -158,10 +154,10 @@ class ForkStarter:
         self._ended: dict[int, int] = {}
         self.refusals: list[str] = []
 
-    def start(self, command: Command, *, timeout_s: float | None = None) -> Process:
-        """See Starter."""
+    def fork(self, command: Command, timeout_s: float | None) -> Process | None:
+        """A forked process; None if the server refuses or is gone. Raises TimeoutError if it is too slow."""
         if self._channel is None:
-            return FreshProcess(command)
+            return None
         streams = Streams(command.stdin, command.stdout, command.stderr)
         try:
             answer, fds = self._ask(command, streams, _ANSWER_S if timeout_s is None else min(_ANSWER_S, timeout_s))
@@ -171,17 +167,17 @@ class ForkStarter:
                 raise
             self._channel.close()
             self._channel = None
-            return FreshProcess(command)
+            return None
         finally:
             streams.close_theirs()
         if answer["kind"] == "forked":
-            return _ForkedProcess(self, answer["pid"], fds[0], streams)
+            return Process(answer["pid"], fds[0], streams, wait_status=self._wait_status)
         streams.close_ours()
         self._note_refusal(answer["reason"])
-        return FreshProcess(command)
+        return None
 
     def close(self) -> None:
-        """See Starter: the server ends and reaps what is left."""
+        """The run is over: the server ends and reaps what is left."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -232,7 +228,7 @@ class ForkStarter:
             self._ended[message["pid"]] = message["status"]
         return message, fds
 
-    def wait_status(self, pid: int) -> int:
+    def _wait_status(self, pid: int) -> int:
         """The exit status of a forked process; killed, if the server has ended with it."""
         deadline = time.monotonic() + 5.0
         with contextlib.suppress(NoServer, TimeoutError):
@@ -244,49 +240,6 @@ class ForkStarter:
         if self._say_why and not self.refusals:
             print(f"unisono: workers are started without the warm server: {reason}", file=sys.stderr)
         self.refusals.append(reason)
-
-
-class _ForkedProcess:
-    """A process that a fork server forked: the server's child, but in all else as one of ours."""
-
-    def __init__(self, starter: ForkStarter, pid: int, pid_fd: int, streams: Streams) -> None:
-        self._starter, self.pid, self._streams = starter, pid, streams
-        self.pid_fd: int | None = pid_fd
-        self.stdin, self.stdout, self.stderr = streams.ours
-        self._status: int | None = None
-
-    def exit_status(self, *, wait: bool = False) -> int | None:
-        """See Process."""
-        if self._status is None and self._has_ended(wait):
-            self._status = self._starter.wait_status(self.pid)
-        return self._status
-
-    def _has_ended(self, wait: bool) -> bool:
-        import select
-
-        assert self.pid_fd is not None
-        poll = select.poll()
-        poll.register(self.pid_fd, select.POLLIN)
-        return bool(poll.poll(None if wait else 0))
-
-    def send(self, signum: int) -> None:
-        """See Process."""
-        if self.pid_fd is not None:
-            send_by_pid_fd(self.pid_fd, signum)
-
-    def send_group(self, signum: int) -> None:
-        """See Process."""
-        with contextlib.suppress(ProcessLookupError):
-            if not self._has_ended(False):
-                os.killpg(self.pid, signum)
-
-    def close(self) -> None:
-        """See Process."""
-        self.exit_status(wait=True)
-        self._streams.close_ours()
-        if self.pid_fd is not None:
-            os.close(self.pid_fd)
-            self.pid_fd = None
 
 
 def _import_folders(command: Command) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import time
@@ -20,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 from unisono.launchers import guard
 from unisono.launchers.failures import Outcome
 from unisono.launchers.job import Job, TimedOut
-from unisono.launchers.meeting import HostedStore, RunDebugger
+from unisono.launchers.meeting import RunDebugger, store_variables
 from unisono.launchers.output import OutputClosed
 from unisono.launchers.processes import Command, Pipes, open_starter, worker_environment
-from unisono.launchers.runtime.channel import SECRET
+from unisono.launchers.runtime.channel import derive_secret
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.stacks import VARIABLE as STACKS
 from unisono.launchers.runtime.stacks import StackFiles, WorkerStack, judge
 from unisono.launchers.runtime.status import StatusPage
+from unisono.launchers.runtime.store_server import StoreServer
 from unisono.launchers.supervisor import Schedule, Supervisor
 from unisono.launchers.workers import LocalWorker, Worker
 
@@ -49,8 +51,10 @@ class LocalRun(Supervisor[LocalWorker]):
         self._starter = open_starter(job.start)
         self.page = StatusPage.create(job.places)
         self._meeting_page = anonymous_file("unisono-meeting-page")
-        self._store = HostedStore(backlog=max(128, 2 * job.places))
-        self.debugger = RunDebugger(job, self._store.variables[SECRET], self.output.say)
+        self._secret = secrets.token_hex(32)  # what the workers are given
+        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * job.places))
+        self._store = StoreServer(listener, derive_secret(self._secret.encode(), "store"))
+        self.debugger = RunDebugger(job, self._secret, self.output.say)
         if job.elastic is not None:
             from unisono.launchers.elastic import LocalElastic
 
@@ -61,14 +65,12 @@ class LocalRun(Supervisor[LocalWorker]):
         self._is_over = False  # all that is left is ended
 
     def supervise(self) -> Outcome:
-        """See Supervisor."""
         try:
             return super().supervise()
         finally:
             self.page.close()
 
     def preempt(self) -> bool:
-        """See Supervisor."""
         asked = [worker for worker in self.workers if worker.read_status().preemptible]
         for worker in asked:
             worker.send(signal.SIGTERM)
@@ -76,12 +78,10 @@ class LocalRun(Supervisor[LocalWorker]):
         return self._preempting
 
     def kill(self) -> None:
-        """See Supervisor."""
         for worker in self.workers:
             worker.send(signal.SIGKILL)
 
     def signal_groups(self, signum: signal.Signals) -> None:
-        """See Supervisor."""
         for worker in self.workers:
             worker.send_group(signum)
 
@@ -149,7 +149,7 @@ class LocalRun(Supervisor[LocalWorker]):
         return found
 
     def _environment(self, rank: int) -> dict[str, str]:
-        env = self._store.variables | worker_environment(
+        env = store_variables(self._store.address, self._secret) | worker_environment(
             rank,
             self.job.workers,
             address=self._store.address,
@@ -162,7 +162,7 @@ class LocalRun(Supervisor[LocalWorker]):
         env |= self.debugger.variables()
         return env if self.elastic is None else {**env, **self.elastic.environment(rank)}
 
-    def _start_once(self, server: HostedStore | RunDebugger) -> None:
+    def _start_once(self, server: StoreServer | RunDebugger) -> None:
         """A first worker asks for it."""
         self.loop.forget(server.listener)
         server.start()
@@ -303,11 +303,9 @@ class LocalRun(Supervisor[LocalWorker]):
     # -- the report ----------------------------------------------------------------------------------------------------
 
     def find_step(self, rank: int) -> int | None:
-        """See Supervisor."""
         return self.page.read(rank).step
 
     def gather_stacks(self) -> tuple[list[WorkerStack], list[int]]:
-        """See Supervisor."""
         gone = [worker.rank for worker in self.workers if worker.ended is not None]
         return self._stacks.gather({worker.rank: worker.pid for worker in self.running}, self.page), gone
 

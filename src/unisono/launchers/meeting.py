@@ -3,21 +3,20 @@
 - OfferedPage: workers of a local run inherit the page. Those of an engine's run descend from other processes: agents on
   the launcher's host open it through the launcher's entry in /proc. Where every agent could, no store is needed, whose
   client would import torch.
-- HostedStore and RunDebugger listen at once. What serves there is imported and made when the first worker connects.
+- RunDebugger listens at once. The hub that serves there is imported and made when the first worker connects.
 """
 
 from __future__ import annotations
 
 import contextvars
 import os
-import secrets
 import sys
 from collections.abc import Callable, Sequence
 from socket import create_server, socket
 from typing import TYPE_CHECKING
 
 from unisono.launchers.job import Job
-from unisono.launchers.runtime.channel import SECRET, STORE, derive_secret
+from unisono.launchers.runtime.channel import SECRET, STORE
 from unisono.launchers.runtime.debug_pause import DEBUGGER, DEBUGGER_WAIT_S, PDB
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.machine import read_boot_id, read_namespaces
@@ -25,9 +24,8 @@ from unisono.launchers.runtime.machine import read_boot_id, read_namespaces
 if TYPE_CHECKING:
     from unisono.launchers.runtime.debugger.hub import Hub
     from unisono.launchers.runtime.debugger.prompt import TerminalPrompt
-    from unisono.launchers.runtime.store_server import StoreServer
 
-__all__ = ["HostedStore", "OfferedPage", "RunDebugger", "open_page", "store_variables"]
+__all__ = ["OfferedPage", "RunDebugger", "open_page", "store_variables"]
 
 
 class OfferedPage:
@@ -74,40 +72,6 @@ def open_page(offer: str) -> int:
 def _machine_key() -> str:
     """Equal for two processes exactly if they can open each other's files in /proc."""
     return " ".join([read_boot_id(), str(os.getuid()), *read_namespaces("net", "pid")])
-
-
-class HostedStore:
-    """Listens at once; serves from `start` on, and connections made before are served then."""
-
-    def __init__(self, listener: socket | None = None, *, secret: str = "", backlog: int = 128) -> None:
-        """`listener`: on this host by default; `secret`: what the workers are given, one of its own by default."""
-        self._secret = secret or secrets.token_hex(32)
-        self.listener = listener or create_server(("127.0.0.1", 0), backlog=backlog)
-        self.address: tuple[str, int] = self.listener.getsockname()[:2]
-        self._server: StoreServer | None = None
-
-    @property
-    def serving(self) -> bool:
-        """Whether it was started."""
-        return self._server is not None
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What opens it, for the environment of a worker on this host."""
-        return store_variables(self.address, self._secret)
-
-    def start(self) -> None:
-        """Serve; only now is the server imported, as many programs never ask for it."""
-        from unisono.launchers.runtime.store_server import StoreServer
-
-        self._server = StoreServer(self.listener, derive_secret(self._secret.encode(), "store"))
-        self._server.start()
-
-    def close(self) -> None:
-        """End the store."""
-        if self._server is not None:
-            self._server.close()
-        self.listener.close()
 
 
 def store_variables(address: tuple[str, int], secret: str) -> dict[str, str]:

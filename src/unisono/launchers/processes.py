@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING
 
 from unisono.launchers.runtime.channel import SECRET, STORE
 from unisono.launchers.runtime.huge_pages import are_wanted
@@ -27,21 +28,18 @@ from unisono.launchers.runtime.machine import usable_cores
 from unisono.launchers.runtime.run_folder import FOLDER, FOLDER_ID, RunFolder
 
 if TYPE_CHECKING:
+    from unisono.launchers.forks import ForkStarter
     from unisono.launchers.job import StartMethod
 
 __all__ = [
     "ALLOCATOR",
     "Command",
-    "FreshProcess",
-    "FreshStarter",
     "Pipes",
     "Process",
     "Starter",
     "Streams",
-    "exit_status",
     "open_starter",
     "pid_fd",
-    "send_by_pid_fd",
     "set_allocator",
     "threads_per_worker",
     "worker_environment",
@@ -61,38 +59,6 @@ class Command:
     stdin: Stream = subprocess.DEVNULL
     stdout: Stream = None
     stderr: Stream = None
-
-
-class Process(Protocol):
-    """A process that was started, fresh or forked."""
-
-    pid: int
-    pid_fd: int | None  # readable when it has ended; None where the system has no such descriptors
-    stdin: int | None  # our ends of its pipes
-    stdout: int | None
-    stderr: int | None
-
-    def exit_status(self, *, wait: bool = False) -> int | None:
-        """How it ended, as subprocess counts it (negative: by a signal); None while it runs."""
-
-    def send(self, signum: int) -> None:
-        """Send a signal to it, if it is still there."""
-
-    def send_group(self, signum: int) -> None:
-        """Send a signal to it and the children in its process group."""
-
-    def close(self) -> None:
-        """Wait for its end, reap it and close our ends of its pipes."""
-
-
-class Starter(Protocol):
-    """What starts the processes of one run."""
-
-    def start(self, command: Command, *, timeout_s: float | None = None) -> Process:
-        """Start a process. Raises TimeoutError if it could not be started in that time."""
-
-    def close(self) -> None:
-        """The run is over; its processes have been closed."""
 
 
 class Streams:
@@ -179,63 +145,102 @@ class Pipes:
             self._loop.forget(fd)
 
 
-class FreshProcess:
-    """A child of this process, in a session of its own."""
+class Process:
+    """A process in a session of its own: our child, or one that a fork server forked, whose child it is.
 
-    def __init__(self, command: Command) -> None:
-        streams = Streams(command.stdin, command.stdout, command.stderr)
-        self._streams = streams
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, str(WORKER_PROGRAM), *command.program],
-                env={**command.env, **{name: str(fd) for name, fd in command.descriptors.items()}},
-                pass_fds=tuple(command.descriptors.values()),
-                start_new_session=True,
-                stdin=streams.theirs[0],
-                stdout=streams.theirs[1],
-                stderr=streams.theirs[2],
-            )
-        except BaseException:
-            streams.close_ours()
-            raise
-        finally:
-            streams.close_theirs()
-        self.pid = self._process.pid
-        self.pid_fd = pid_fd(self.pid)
+    pid_fd: readable when it has ended; None if the system has no such descriptors.
+    child: of ours. wait_status: gives the exit status of one that was forked and has ended.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        pid_fd: int | None,
+        streams: Streams,
+        *,
+        child: subprocess.Popen[bytes] | None = None,
+        wait_status: Callable[[int], int] | None = None,
+    ) -> None:
+        self.pid, self.pid_fd, self._streams = pid, pid_fd, streams
         self.stdin, self.stdout, self.stderr = streams.ours
+        self._child, self._wait_status = child, wait_status
+        self._status: int | None = None
 
     def exit_status(self, *, wait: bool = False) -> int | None:
-        """See Process."""
-        return exit_status(self.pid, wait=wait)
+        """How it ended, as subprocess counts it (negative: by a signal); None while it runs. Does not reap it."""
+        if self._wait_status is None:
+            return _read_status(self.pid, wait)
+        if self._status is None and self._has_ended(wait):
+            self._status = self._wait_status(self.pid)
+        return self._status
+
+    def _has_ended(self, wait: bool) -> bool:
+        assert self.pid_fd is not None
+        poll = select.poll()
+        poll.register(self.pid_fd, select.POLLIN)
+        return bool(poll.poll(None if wait else 0))
 
     def send(self, signum: int) -> None:
-        """See Process."""
+        """Send a signal to it, if it is still there."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signum)
+            if self._wait_status is None:
+                os.kill(self.pid, signum)
+            elif self.pid_fd is not None:
+                signal.pidfd_send_signal(self.pid_fd, signum)
 
     def send_group(self, signum: int) -> None:
-        """See Process."""
+        """Send a signal to it and the children in its process group."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signum)
+            if self._wait_status is None or not self._has_ended(False):
+                os.killpg(self.pid, signum)
 
     def close(self) -> None:
-        """See Process."""
-        self._process.wait()
+        """Wait for its end, reap it and close our ends of its pipes."""
+        if self._child is not None:
+            self._child.wait()
+        else:
+            self.exit_status(wait=True)
         self._streams.close_ours()
         if self.pid_fd is not None:
             os.close(self.pid_fd)
             self.pid_fd = None
 
 
-class FreshStarter:
-    """Starts every process as a new interpreter, which begins at once."""
+class Starter:
+    """Starts the processes of one run: by a fork server if there is one and it does not refuse, else afresh."""
+
+    def __init__(self, server: ForkStarter | None = None) -> None:
+        self.server = server
 
     def start(self, command: Command, *, timeout_s: float | None = None) -> Process:
-        """See Starter."""
-        return FreshProcess(command)
+        """Start a process. Raises TimeoutError if it could not be started in that time."""
+        forked = None if self.server is None else self.server.fork(command, timeout_s)
+        return _start_fresh(command) if forked is None else forked
 
     def close(self) -> None:
-        """See Starter."""
+        """The run is over; its processes have been closed."""
+        if self.server is not None:
+            self.server.close()
+
+
+def _start_fresh(command: Command) -> Process:
+    streams = Streams(command.stdin, command.stdout, command.stderr)
+    try:
+        child = subprocess.Popen(
+            [sys.executable, str(WORKER_PROGRAM), *command.program],
+            env={**command.env, **{name: str(fd) for name, fd in command.descriptors.items()}},
+            pass_fds=tuple(command.descriptors.values()),
+            start_new_session=True,
+            stdin=streams.theirs[0],
+            stdout=streams.theirs[1],
+            stderr=streams.theirs[2],
+        )
+    except BaseException:
+        streams.close_ours()
+        raise
+    finally:
+        streams.close_theirs()
+    return Process(child.pid, pid_fd(child.pid), streams, child=child)
 
 
 def open_starter(method: StartMethod) -> Starter:
@@ -243,12 +248,12 @@ def open_starter(method: StartMethod) -> Starter:
     wanted = os.environ.get("UNISONO_WARM", "")
     can_fork = sys.platform == "linux" and hasattr(os, "pidfd_open")
     if wanted == "0" or not can_fork or not (wanted or method != "fresh"):
-        return FreshStarter()
+        return Starter()
     from unisono.launchers.forks import NoServer, connect_starter
 
     with contextlib.suppress(NoServer, OSError):
-        return connect_starter(method)
-    return FreshStarter()
+        return Starter(connect_starter(method))
+    return Starter()
 
 
 def pid_fd(pid: int) -> int | None:
@@ -259,8 +264,8 @@ def pid_fd(pid: int) -> int | None:
     return None
 
 
-def exit_status(pid: int, *, wait: bool = False) -> int | None:
-    """How the child ended, as subprocess counts it (negative: by a signal); None while it runs. Does not reap it."""
+def _read_status(pid: int, wait: bool) -> int | None:
+    """How a child of ours ended."""
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG))
     except ChildProcessError:  # reaped by others: this program ignores SIGCHLD
@@ -268,12 +273,6 @@ def exit_status(pid: int, *, wait: bool = False) -> int | None:
     if result is None:
         return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
-def send_by_pid_fd(fd: int, signum: int) -> None:
-    """Send a signal to the very process that the descriptor stands for."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(fd, signum)
 
 
 # glibc gives freed memory back to the kernel and takes it anew, page by page, in every training step: keep up to 1 GiB.

@@ -15,7 +15,6 @@ not depend on the number of workers. What the n-th worker is worth is the share 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -233,11 +232,8 @@ def _name(number: int) -> str:
 class Scaling:
     """The number of workers that one run aims at. `say` puts a line on standard error."""
 
-    def __init__(
-        self, coordinator: Coordinator, elastic: ElasticSettings, program: str, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, elastic: ElasticSettings, say: Callable[[str], None]) -> None:
         self._coordinator, self._elastic, self._say = coordinator, elastic, say
-        self._program = program
         self._step: int | None = None
         self._generation = -1
         self._adaptation: Adaptation | None = None
@@ -245,19 +241,10 @@ class Scaling:
             self._meter = Meter(elastic.adapt.window_s)
             self._adaptation = Adaptation(elastic.least, elastic.most, target=elastic.adapt.target)
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request that came over the run's socket (control.py); ValueError refuses it."""
-        match request:
-            case {"do": "status"}:
-                pass
-            case {"do": "scale", "workers": int(count)} if not isinstance(count, bool):
-                self._scale(count)
-            case _:
-                raise ValueError("got a request that is not known; expected status, or scale with a number of workers")
+    def describe(self) -> dict[str, Any]:
+        """What `unisono scale` shows: see RunStatus (control.py)."""
         coordinator = self._coordinator
         return {
-            "pid": os.getpid(),
-            "program": self._program,
             "workers": len(coordinator.members),
             "wanted": coordinator.wanted,
             "least": self._elastic.least,
@@ -266,7 +253,8 @@ class Scaling:
             "adapts": self._adaptation is not None,
         }
 
-    def _scale(self, count: int) -> None:
+    def scale(self, count: int) -> None:
+        """Aim at so many workers, as somebody asks for. Raises ValueError where that cannot be."""
         least, most = self._elastic.least, self._elastic.most
         if not least <= count <= most:
             raise ValueError(f"got {count} workers; this run takes {least} to {most} (-n {least}:{most})")

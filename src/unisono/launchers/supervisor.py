@@ -234,17 +234,22 @@ class Supervisor(ABC, Generic[W]):
         """Answer a request that came over the run's socket (control.py); ValueError refuses it."""
         if request.get("do") == "stacks":
             return answer_stacks(*self.gather_stacks())
-        if self.elastic is not None:
-            return self.elastic.scaling.answer(request)
-        if request.get("do") != "status":
-            raise ValueError("this run has as many workers as it was started with: use `unisono run -n MIN:MAX`")
+        fixed = {**dict.fromkeys(("workers", "wanted", "least", "most"), self.job.workers), "adapts": False}
+        match request:
+            case {"do": "status"}:
+                pass
+            case _ if self.elastic is None:
+                raise ValueError("this run has as many workers as it was started with: use `unisono run -n MIN:MAX`")
+            case {"do": "scale", "workers": int(count)} if not isinstance(count, bool):
+                self.elastic.scaling.scale(count)
+            case _:
+                raise ValueError("got a request that is not known; expected status, or scale with a number of workers")
         return {
             "pid": os.getpid(),
             "program": self.job.describe_program(),
-            **dict.fromkeys(("workers", "wanted", "least", "most"), self.job.workers),
             "step": _find_last_step(self.workers),
-            "adapts": False,
-            "elastic": False,
+            "elastic": self.elastic is not None,
+            **(fixed if self.elastic is None else self.elastic.scaling.describe()),
         }
 
 

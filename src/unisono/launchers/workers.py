@@ -107,7 +107,6 @@ class LocalWorker(Worker):
     schedule: list[tuple[float, signal.Signals]] = field(default_factory=list)  # signals still to be sent, and when
 
     def read_status(self) -> WorkerStatus:
-        """See Worker."""
         return self.page.read(self.rank)
 
     def send(self, signum: signal.Signals) -> None:
@@ -140,11 +139,9 @@ class RemoteWorker(Worker):
     result: list[bytes] = field(default_factory=list)
 
     def read_status(self) -> WorkerStatus:
-        """See Worker."""
         return self.status
 
     def take_report(self, data: bytes, now: float) -> Iterator[dict[str, Any]]:
-        """See Worker."""
         for message in super().take_report(data, now):
             if message.get("kind") == "preemptible":
                 self.status = replace(self.status, preemptible=bool(message.get("wanted")))

@@ -24,7 +24,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +33,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from unisono.launchers.failures import EngineError
 from unisono.launchers.runtime.files import anonymous_file
-from unisono.launchers.runtime.table_part import TableFiles, write_listing
+from unisono.launchers.runtime.table_part import TableFiles, TablePart, write_listing
 
 if TYPE_CHECKING:
     from unisono.launchers.job import Job
-    from unisono.launchers.output import Mode
 
 __all__ = [
     "AGENT",
@@ -49,8 +49,10 @@ __all__ = [
     "Work",
     "agent_command",
     "find_program",
+    "import_engine",
     "replace_tables",
     "run_agent",
+    "signals_kept",
     "split_host",
 ]
 
@@ -173,17 +175,14 @@ class Engine:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        threads: int | None = None,
-        output: Mode = "auto",
-        timeout_s: float | None = None,
-        faults: str | None = None,
         least: int | None = None,
+        **settings: Any,
     ) -> list[T]:
-        """Run a function in every worker and return their results in rank order. See `unisono.launch`.
+        """Run a function in every worker and return their results in rank order; `settings` as of `unisono.launch`.
 
         Tables of the engine among the arguments become parts of them: an engine that has tables has a field `tables`.
         """
-        from unisono.launchers.launch_function import call_on
+        from unisono.launchers.launch_function import run_function
 
         lifted, keywords, tables = replace_tables(args, kwargs or {}, self.is_table)
         engine = copy.copy(self)
@@ -191,8 +190,7 @@ class Engine:
             raise ValueError("launch: got least= with a table of the engine: a replacement cannot be given its part")
         if tables:
             object.__setattr__(engine, "tables", tuple(tables))
-        settings: dict[str, Any] = {"threads": threads, "output": output, "timeout_s": timeout_s, "faults": faults}
-        return call_on(engine, fn, workers, lifted, keywords, least=least, **settings)
+        return run_function(fn, workers, lifted, keywords, engine=engine, least=least, **settings)
 
     def is_table(self, value: Any) -> bool:
         """Whether a value is data that lies in this engine, and is to be trained on there."""
@@ -228,11 +226,9 @@ class ProcessStarted:
                 self.process.stdin.flush()  # left open: its end tells the other side that the launcher is gone
 
     def poll(self) -> int | None:
-        """See Started."""
         return self.process.poll()
 
     def stop(self, signum: signal.Signals) -> None:
-        """See Started."""
         if self.process.poll() is None:
             self.process.send_signal(signum)
 
@@ -243,14 +239,12 @@ class ProcessStarted:
         return data.decode("utf-8", "replace").strip()
 
     def sessions(self) -> Sequence[int]:
-        """See Started."""
         return [self.process.pid]
 
     def revive(self, missing: AbstractSet[int]) -> None:
         """See Started: only a job as a whole can be started."""
 
     def close(self) -> None:
-        """See Started."""
         self.process.kill()
         self.process.wait()
         if self.process.stdin is not None:
@@ -265,6 +259,30 @@ def agent_command(python: str | None, what: str = "agent") -> list[str]:
     if python is None:
         return [sys.executable, str(Path(__file__).parents[1] / "worker" / "start.py"), what]
     return [python, "-m", "unisono.launchers.worker.start", what]
+
+
+def import_engine(module: str, name: str) -> Any:
+    """The Python package of an engine."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        extra = module.removeprefix("py")
+        text = f"{name} is not installed in this Python: pip install 'unisono[{extra}]'"
+        raise ModuleNotFoundError(text, name=module) from None
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[None]:
+    """Engines set handlers of their own for Ctrl-C and SIGTERM as they start; the launcher has its."""
+    main = threading.current_thread() is threading.main_thread()
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def split_host(text: str) -> tuple[str, str | None]:
@@ -330,8 +348,6 @@ def replace_tables(
 
     def lift(value: Any) -> Any:
         if is_table(value):
-            from unisono.launchers.runtime.table_part import TablePart  # imports numpy
-
             number = next((i for i, table in enumerate(tables) if table is value), len(tables))
             if number == len(tables):
                 tables.append(value)

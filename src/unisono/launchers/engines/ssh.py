@@ -151,7 +151,6 @@ class HostsStarted:
         self._began = dict.fromkeys(hosts, time.monotonic())
 
     def poll(self) -> int | None:
-        """See engine.Started."""
         found = [started.poll() for started in self._hosts.values()]
         failed = [status for status in found if status]
         if failed and not self._elastic:
@@ -168,7 +167,6 @@ class HostsStarted:
                 self._began[host] = time.monotonic()
 
     def stop(self, signum: signal.Signals) -> None:
-        """See engine.Started."""
         for started in self._hosts.values():
             started.stop(signum)
 
@@ -179,11 +177,9 @@ class HostsStarted:
         )
 
     def sessions(self) -> Sequence[int]:
-        """See engine.Started."""
         return [pid for started in self._hosts.values() for pid in started.sessions()]
 
     def close(self) -> None:
-        """See engine.Started."""
         for started in self._hosts.values():
             started.close()
         if self._on_close is not None:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 from unisono.launchers.runtime import status
 from unisono.launchers.runtime.variables import read_worker_number
@@ -130,29 +130,17 @@ def listen(listener: Callable[[Fault, int], None]) -> None:
 def before_write(what: Literal["checkpoint", "scratch"]) -> None:
     """Called before each write to a file: the disk may be full, or a save interrupted."""
     for armed in _writes:
-        _try_write(armed, what)
-
-
-def _try_write(armed: Armed, what: str) -> None:
-    step = status.read_step() or 0
-    if armed.fired or step < armed.fault.step or (armed.fault.phase == "save" and what != "checkpoint"):
-        return
-    if armed.fire(step) and armed.fault.kind == "full-disk":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        step = status.read_step() or 0
+        if armed.fired or step < armed.fault.step or (armed.fault.phase == "save" and what != "checkpoint"):
+            continue
+        if armed.fire(step) and armed.fault.kind == "full-disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 Kind = Literal["kill", "stop", "slow", "full-disk"]
 Phase = Literal["forward", "backward", "exchange", "step", "update", "save", "healing"]
 
-PHASES: dict[str, Phase] = {  # in the order in which they come in a step
-    "forward": "forward",
-    "backward": "backward",
-    "exchange": "exchange",
-    "step": "step",
-    "update": "update",
-    "save": "save",
-    "healing": "healing",
-}
+PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order in which they come in a step
 _FORMS: dict[str, str] = {
     "kill": "kill RANK@STEP [in PHASE]",
     "stop": "stop RANK@STEP [in PHASE] for SECONDSs",
@@ -193,10 +181,6 @@ class Fault:
         if self.kind == "slow":
             return f"slow {self.rank} x{write_number(self.factor)}@{self.step}-{self.last}"
         return f"full-disk{'' if self.rank is None else f' {self.rank}'}@{self.step}"
-
-    def is_for(self, rank: int) -> bool:
-        """Whether it happens to this rank."""
-        return self.rank in (None, rank)
 
 
 # Reading -----------------------------------------------------------------------------------------------------------
@@ -311,7 +295,7 @@ class _Reader:
         if not self.skip(r"in\b"):
             return rank, step, "step"
         phase = self.take("|".join(rf"{name}\b" for name in PHASES), f"a phase of a step ({', '.join(PHASES)})", form)
-        return rank, step, PHASES[phase]
+        return rank, step, next(name for name in PHASES if name == phase)
 
     def step(self, form: str) -> int:
         self.take("@", "@ and a step", form)
@@ -387,4 +371,4 @@ def _find_healing(fault: Fault) -> str:
 
 
 def _moment(fault: Fault) -> tuple[int, int]:
-    return fault.step, list(PHASES).index(fault.phase)
+    return fault.step, PHASES.index(fault.phase)

@@ -68,6 +68,7 @@ class StoreServer:
     """Serves from `start` to `close`; connections made before `start` are served then."""
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self.listener = listener
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
@@ -81,15 +82,15 @@ class StoreServer:
         self._is_closing = False
         self._thread = threading.Thread(target=self._serve, name="unisono-store", daemon=True)
         self._questions: dict[str, tuple[int, Callable[..., Sequence[bytes] | None]]] = {
-            "S": (2, self._set),
+            "S": (2, self._keep),
             "A": (2, self._add),
             "X": (3, self._compare_set),
             "D": (1, self._delete),
-            "N": (0, self._count),
-            "K": (0, self._list),
-            "P": (2, self._append),
+            "N": (0, lambda: [b"%d" % len(self._values)]),
+            "K": (0, lambda: list(self._values)),
+            "P": (2, lambda key, value: self._keep(key, self._values.get(key, b"") + value)),
             "U": (2, self._push),
-            "L": (1, self._measure_queue),
+            "L": (1, lambda key: [b"%d" % len(self._queues.get(key, ()))]),
         }
 
     @property
@@ -217,9 +218,6 @@ class StoreServer:
             raise ValueError(f"the store is full: it holds at most {MOST_BYTES} bytes and {MOST_KEYS} keys")
         self._bytes += more
 
-    def _set(self, key: bytes, value: bytes) -> None:
-        self._keep(key, value)
-
     def _set_many(self, parts: Sequence[bytes]) -> Sequence[bytes]:
         if len(parts) % 2:
             raise ValueError("a key without a value")
@@ -252,15 +250,6 @@ class StoreServer:
             self._bytes -= len(key) + len(value)
         return [_digit(value is not None)]
 
-    def _count(self) -> Sequence[bytes]:
-        return [b"%d" % len(self._values)]
-
-    def _list(self) -> Sequence[bytes]:
-        return list(self._values)
-
-    def _append(self, key: bytes, value: bytes) -> None:
-        self._keep(key, self._values.get(key, b"") + value)
-
     def _push(self, key: bytes, value: bytes) -> None:
         queue = self._queues.get(key)
         self._count_bytes(key, len(value) + (len(key) if queue is None else 0), queue is None)
@@ -277,9 +266,6 @@ class StoreServer:
             del self._queues[key]
             self._bytes -= len(key)
         return value
-
-    def _measure_queue(self, key: bytes) -> Sequence[bytes]:
-        return [b"%d" % len(self._queues.get(key, ()))]
 
 
 def _name(kind: str, key: bytes) -> bytes:

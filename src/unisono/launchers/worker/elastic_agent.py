@@ -61,7 +61,6 @@ class ElasticAgent(Agent):
         self._log_sent = b""  # what the launcher was sent of it
 
     def serve(self) -> int:
-        """See Agent."""
         self._take_signals()
         self._limit_silence()
         self._say_hello()

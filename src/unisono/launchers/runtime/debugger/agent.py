@@ -1,7 +1,7 @@
 """The debugger inside a worker: a thread that is connected to the hub, and the rank's program, which it may stop.
 
-The program stops by itself: at `un.breakpoint()`, and where it looks (debug_pause.py) after the hub has asked for it. A rank
-that waits in a collective for others does not come that far; the thread then answers for it.
+The program stops by itself: at `un.breakpoint()`, and where it looks (debug_pause.py) after the hub has asked for it. A
+rank that waits in a collective for others does not come that far; the thread then answers for it.
 """
 
 from __future__ import annotations
@@ -114,11 +114,9 @@ class Agent:
                     self._pdb.stop_at(frame, "asked")
 
     def may_stop(self, why: str) -> bool:
-        """See `Commands`."""
         return not self.is_off and not (why in ("step", "asked") and self._is_canceled)
 
     def stopped(self, place: str, why: str, text: str) -> None:
-        """See `Commands`."""
         with self._lock:
             debug_pause.begin_pause()
             self._stops += 1
@@ -131,7 +129,6 @@ class Agent:
             self._take({"kind": "leave"})
 
     def next_command(self) -> tuple[int, str] | None:
-        """See `Commands`."""
         while True:
             message = self._commands.get()
             match message["kind"]:
@@ -144,7 +141,6 @@ class Agent:
                     raise Ended("the run was ended from the debugger's prompt")
 
     def answer(self, number: int, text: str, *, goes_on: bool) -> None:
-        """See `Commands`."""
         self._evaluate_alone(False)
         with self._lock:
             self._is_stopped = self._is_stopped and not goes_on

@@ -18,6 +18,7 @@ from unisono.launchers.job import ElasticSettings, Job
 from unisono.launchers.runtime import membership
 from unisono.launchers.runtime.local_channel import EventLoop, LocalChannel
 from unisono.launchers.runtime.status import StatusPage
+from unisono.launchers.supervisor import Supervisor
 from unisono.launchers.workers import LocalWorker
 
 
@@ -44,10 +45,10 @@ class Run:
         self.let_go = lambda _: None
         self.debugger: Any = SimpleNamespace(is_paused=False)
         self.job = Job(["train.py"], workers)
-        self.members = LocalElastic(ElasticSettings(1, 3), self)
+        self.members = self.elastic = LocalElastic(ElasticSettings(1, 3), self)
         for place in range(workers):
             self.start_worker(place)
-        self.members.begin()
+        self.members.coordinator.begin(list(self.members.connections))
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -88,7 +89,7 @@ class Run:
         self.members.on_end(child)
 
     def ask(self, workers: int) -> None:
-        self.members.scaling.scale(workers)
+        Supervisor.answer(self, {"do": "scale", "workers": workers})
 
 
 @pytest.fixture

@@ -270,10 +270,6 @@ class LocalElastic(ElasticSupervisor[LocalWorker]):
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The first workers have been started."""
-        self.coordinator.begin(list(self.connections))
-
     @property
     def is_under_way(self) -> bool:
         """Whether a worker that is started now comes later than the first."""

@@ -94,7 +94,7 @@ class LocalRun(Supervisor[LocalWorker]):
             self.start_worker(rank)
         self._guard = guard.Guard(self.run_id, self._sessions())
         if self.elastic is not None:
-            self.elastic.begin()
+            self.elastic.coordinator.begin(list(self.elastic.connections))
         self._open_control()
 
     def start_worker(self, rank: int) -> None:

@@ -129,7 +129,10 @@ class Agent(ABC):
         self._set_up(start)
         self._page = self._page or StatusPage.create(self.place.size)
         report_fd, report_end = os.pipe()
-        descriptors = {"UNISONO_STATUS_FD": self._page.fd, "UNISONO_REPORT_FD": report_end, **_engine_descriptors()}
+        descriptors = {"UNISONO_STATUS_FD": self._page.fd, "UNISONO_REPORT_FD": report_end}
+        mpich = os.environ.get("PMI_FD", "")  # its connection for MPI_Init, which it left open for the worker itself
+        if mpich.isdigit() and os.path.exists(f"/proc/self/fd/{mpich}"):
+            descriptors["PMI_FD"] = int(mpich)
         descriptors[STACKS] = self._stacks.open(self.place.rank)
         descriptors |= self._more_descriptors()
         if start["page"]:
@@ -214,8 +217,11 @@ class Agent(ABC):
             self._pump(0.1 if self._process.pid_fd is None or self._schedule else None)
             self._on_exit()
         self._drain()
-        if self._status == 0 and self._result >= 0:
-            self._send_result()
+        size, done = os.fstat(self._result).st_size if self._status == 0 and self._result >= 0 else 0, 0
+        while done < size and not self._lost:
+            piece = os.pread(self._result, 1 << 20, done)
+            self._send("R", piece)
+            done += len(piece)
         self._send_status("ended", status=self._status)
 
     def _pump(self, wait_s: float | None) -> None:
@@ -252,13 +258,6 @@ class Agent(ABC):
             if self._status is not None and self._process.pid_fd is not None:
                 self._loop.forget(self._process.pid_fd)
 
-    def _send_result(self) -> None:
-        size, done = os.fstat(self._result).st_size, 0
-        while done < size and not self._lost:
-            piece = os.pread(self._result, 1 << 20, done)
-            self._send("R", piece)
-            done += len(piece)
-
     def _send_status(self, kind: str, **fields: Any) -> None:
         assert self._page is not None
         status = self._page.read(self.place.rank)
@@ -281,11 +280,7 @@ class Agent(ABC):
                 self._lose_launcher()
 
     def _send_json(self, **fields: Any) -> None:
-        if not self._lost:
-            try:
-                self.channel.send_json(**fields)
-            except OSError:
-                self._lose_launcher()
+        self._send("J", json.dumps(fields).encode())
 
     @abstractmethod
     def _lose_launcher(self) -> None:
@@ -312,45 +307,29 @@ class OneWorkerAgent(Agent):
         """Serve to the end; returns the exit status for the engine."""
         self._take_signals()
         self._say_hello()
-        while self._start is None and not self._is_ending:
+        while self._start is None and not self._lost and self._leave is None and not self._schedule:
             self._pump(None)
         if self._start is None:
             return self._leave or 1
         try:
             self._start_worker(self._start)
             self._watch()
-            self._await_leave()
+            # Until the launcher knows how the worker ended, or is gone.
+            deadline = time.monotonic() + _DRAIN_S
+            while self._leave is None and not self._lost and time.monotonic() < deadline:
+                self._pump(deadline - time.monotonic())
+                if self._terminated:  # the engine does not wait
+                    deadline = min(deadline, time.monotonic() + 0.5)
         finally:
             self._clean_up()
-        return self._leave if self._leave is not None else self._code()
-
-    @property
-    def _is_ending(self) -> bool:
-        return self._lost or self._leave is not None or bool(self._schedule)
-
-    def _await_leave(self) -> None:
-        """Wait until the launcher knows how the worker ended, or is gone."""
-        deadline = time.monotonic() + _DRAIN_S
-        while self._leave is None and not self._lost and time.monotonic() < deadline:
-            self._pump(deadline - time.monotonic())
-            if self._terminated:  # the engine does not wait
-                deadline = min(deadline, time.monotonic() + 0.5)
+        if self._leave is not None or self._status is None:
+            return 1 if self._leave is None else self._leave
+        return 128 - self._status if self._status < 0 else self._status
 
     def _lose_launcher(self) -> None:
         self._lost = True
         self._loop.forget(self.channel)
         self._stop(_ON_LOSS)
-
-    def _code(self) -> int:
-        if self._status is None:
-            return 1
-        return 128 - self._status if self._status < 0 else self._status
-
-
-def _engine_descriptors() -> dict[str, int]:
-    """What the engine left open for the worker itself: MPICH's connection for MPI_Init."""
-    text = os.environ.get("PMI_FD", "")
-    return {"PMI_FD": int(text)} if text.isdigit() and os.path.exists(f"/proc/self/fd/{text}") else {}
 
 
 def identity() -> str:

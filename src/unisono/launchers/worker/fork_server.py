@@ -34,7 +34,6 @@ __all__: list[str] = []
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 _RUN = "UNISONO_RUN"
-_MOST_FDS = 250  # the kernel passes at most 253 in a message
 
 
 def main(fd: int, owner: int, idle_s: float, path: str) -> int:
@@ -63,7 +62,6 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
 # What training needs: torch, what optimizers import at their first use, and all that `unisono` exports. Names, as it is
 # the workers that use these, not this program.
 _PRELOADED = ("unisono", "numpy", "torch", "torch._dynamo", "cloudpickle", "unisono.launchers.worker.program")
-
 _LATER = (
     "huggingface",
     "keras",
@@ -134,7 +132,10 @@ class _Server:
         while not (self.owner_gone or idle or (self.stopping and not self.connections)):
             door = [] if self.stopping else [self.door.fileno()]
             owner = [self.owner_fd] if self.owner_fd >= 0 else []
-            ready = self._poll([*door, *owner, *self.connections, *self._process_fds()])
+            processes = [connection.peer_fd for connection in self.connections.values()]
+            for connection in self.connections.values():
+                processes += [fd for fd in connection.workers if fd not in connection.ended]
+            ready = self._poll([*door, *owner, *self.connections, *processes])
             idle = not ready and not self.connections and not self.dying
             for fd in ready:
                 if fd in owner:
@@ -144,7 +145,9 @@ class _Server:
                 elif (request := self._on_ready(fd)) is not None:
                     return request
             self._reap()
-        self._end()
+        for connection in list(self.connections.values()):
+            self._close(connection)
+        self._unlink()
         return None
 
     def _poll(self, fds: Sequence[int]) -> list[int]:
@@ -155,12 +158,6 @@ class _Server:
         if self.dying:
             wait_s = 0.02
         return [fd for fd, _ in poll.poll(None if wait_s is None else wait_s * 1000)]
-
-    def _process_fds(self) -> list[int]:
-        found = [connection.peer_fd for connection in self.connections.values()]
-        for connection in self.connections.values():
-            found += [fd for fd in connection.workers if fd not in connection.ended]
-        return found
 
     def _on_door(self) -> None:
         """A run connects: to the listening socket, or with a socket that the program sends."""
@@ -270,11 +267,6 @@ class _Server:
 
     def _reap(self) -> None:
         self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
-
-    def _end(self) -> None:
-        for connection in list(self.connections.values()):
-            self._close(connection)
-        self._unlink()
 
     def _unlink(self) -> None:
         if self.path:

@@ -55,16 +55,19 @@ def main(arguments: Sequence[str]) -> int:
     """Run the program that `arguments` name, and return this process's exit status."""
     die_with(int(os.environ.pop("UNISONO_LAUNCHER_PID")))
     _fix_import_path()
-    _keep_descriptors_private()
+    for (
+        name,
+        value,
+    ) in os.environ.items():  # programs that this worker starts get the variables, but not the descriptors
+        if name.startswith("UNISONO_") and name.endswith("_FD"):
+            os.set_inheritable(int(value), False)
     _give_torch_the_store()
     _replace_breakpoints()
     reports = _Reports(int(os.environ["UNISONO_REPORT_FD"]))
     # Ignored where the launcher was started in the background of a script; only the launcher can send it here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=reports.fd, all_threads=False)
-    if (
-        _STACKS_SIGNAL and "UNISONO_STACKS_FD" in os.environ
-    ):  # the handler is C: it answers while native code holds Python's lock
+    if _STACKS_SIGNAL and "UNISONO_STACKS_FD" in os.environ:  # answers from C, while native code holds Python's lock
         faulthandler.register(_STACKS_SIGNAL, file=int(os.environ["UNISONO_STACKS_FD"]), all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # so that lines show as they are printed, also in a pipe or a file
@@ -84,13 +87,6 @@ def die_with(launcher: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != launcher:  # it ended before the request was made
         os._exit(1)
-
-
-def _keep_descriptors_private() -> None:
-    """Programs that this worker starts get the variables but not the descriptors: they are not workers."""
-    for name, value in os.environ.items():
-        if name.startswith("UNISONO_") and name.endswith("_FD"):
-            os.set_inheritable(int(value), False)
 
 
 _RENDEZVOUS = "torch.distributed.rendezvous"

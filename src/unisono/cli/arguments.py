@@ -9,12 +9,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.launchers.runtime.files import local_path
 from unisono.units import parse_duration
 
 __all__ = [
+    "Command",
     "MethodsAction",
     "add_methods_option",
     "check_program",
@@ -25,6 +26,15 @@ __all__ = [
     "parse_seconds",
     "take_behind",
 ]
+
+
+class Command(NamedTuple):
+    """A command: the texts before and after the options in its help, and what adds its arguments and runs it."""
+
+    description: str
+    epilog: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, argparse.ArgumentParser], int]  # gives the exit status
 
 
 class MethodsAction(argparse.Action):

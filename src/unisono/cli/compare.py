@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.cli.arguments import (
+    Command,
     add_methods_option,
     check_program,
     parse_count,
@@ -25,7 +26,7 @@ from unisono.units import show_duration
 if TYPE_CHECKING:
     from unisono.predict.compare.runs import Progress, Request
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS"]
 
 DESCRIPTION = """\
 Run a script under several methods, one after the other, and compare what each of them costs and reaches.
@@ -225,3 +226,6 @@ class _ProgressLine:
         """Remove the line from the terminal."""
         if self._live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+COMMANDS = {"compare": Command(DESCRIPTION, EPILOG, add_arguments, run)}

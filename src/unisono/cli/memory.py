@@ -7,9 +7,9 @@ import math
 import sys
 from typing import Any
 
-from unisono.cli.arguments import check_program, parse_count, parse_mesh, take_behind
+from unisono.cli.arguments import Command, check_program, parse_count, parse_mesh, take_behind
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS"]
 
 DESCRIPTION = """\
 What each worker of a program will need, for every stage and placement of zero, then the settings that fit.
@@ -79,3 +79,6 @@ def _split_sizes(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     sizes["workers"] = sizes["workers"] or (math.prod(mesh.values()) if all(n > 0 for n in mesh.values()) else 1)
     sizes["schedule"] = sizes["schedule"] or "1F1B"
     return sizes, own
+
+
+COMMANDS = {"memory": Command(DESCRIPTION, EPILOG, add_arguments, run)}

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli import run as run_workers
+from unisono.cli.arguments import Command
 from unisono.launchers.runtime.variables import name_observer
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS"]
 
 DESCRIPTION = """\
 Find the method that trains a program fastest on these workers and this network, without trying all of them.
@@ -160,3 +161,6 @@ def _show(found: dict[str, Any], options: argparse.Namespace) -> int:
     if options.json:
         Path(options.json).write_text(json.dumps(plan_to_dict(measured, choice), indent=1))
     return 0 if choice.ranked or choice.others else 1
+
+
+COMMANDS = {"plan": Command(DESCRIPTION, EPILOG, add_arguments, run)}

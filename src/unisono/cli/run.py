@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import rehearsal
-from unisono.cli.arguments import add_methods_option, check_program, parse_count, parse_folder, parse_seconds
-from unisono.cli.strategy_option import check_strategy
-from unisono.cli.watch import add_page_options, show_page
+from unisono.cli.arguments import Command, add_methods_option, check_program, parse_count, parse_folder, parse_seconds
+from unisono.cli.methods import check_strategy
+from unisono.cli.under_way import add_page_options, show_page
 from unisono.launchers import on
 from unisono.launchers.job import Adapt, ElasticSettings, Job
 from unisono.launchers.output import FOLDER
@@ -28,7 +28,7 @@ from unisono.launchers.runtime.run_folder import RunFolder, find_runs_folder
 if TYPE_CHECKING:
     from unisono.launchers.engines.engine import Engine
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS", "add_arguments", "run"]
 
 DESCRIPTION = """\
 Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, Ray, Spark, torchrun, ssh to hosts.
@@ -523,3 +523,6 @@ def _write_script(engine: Engine, options: argparse.Namespace, parser: argparse.
     else:
         print(f"{options.script} is written; submit it with: sbatch {shlex.quote(options.script)}")
     return 0
+
+
+COMMANDS = {"run": Command(DESCRIPTION, EPILOG, add_arguments, run)}

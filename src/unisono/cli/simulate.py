@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import parse_count
+from unisono.cli.arguments import Command, parse_count
 
 if TYPE_CHECKING:
     from unisono.predict.simulation.cluster import Cluster
     from unisono.predict.simulation.methods import Method
     from unisono.predict.simulation.plan_file import Plan
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS"]
 
 DESCRIPTION = """\
 How methods scale on a cluster that you describe: step time, speed-up and what limits it, by number of workers; where
@@ -228,3 +228,6 @@ def _read_link(text: str, name: str) -> tuple[float, float]:
     if link.bits_per_s is None:
         raise ValueError(f"{name}: got {text!r} without a rate; expected such as 10gbit,0.1ms")
     return link.latency_s, link.bits_per_s
+
+
+COMMANDS = {"simulate": Command(DESCRIPTION, EPILOG, add_arguments, run)}

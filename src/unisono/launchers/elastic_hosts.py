@@ -51,7 +51,7 @@ class ElasticHostsRun(EngineRun):
         self._steps: dict[int, int] = {}  # by place
         self.returned: dict[int, bytes] = {}
         self._is_under_way = False
-        self._words = ""  # of the engine, if that has ended too
+        self.words = ""  # of the engine, if that has ended too
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class ElasticHostsRun(EngineRun):
             if isinstance(action, GiveUp):
                 self.elastic.given_up = action
         if self.elastic.given_up is not None and self._started is not None and self._started.poll():
-            self._words = self._started.words()
+            self.words = self._started.words()
 
     def _look(self, now: float) -> None:
         """Give agents a word now and then, and replace workers whose agents say nothing."""
@@ -189,11 +189,6 @@ class ElasticHostsRun(EngineRun):
 
     def find_step(self, rank: int) -> int | None:
         return self._steps.get(rank)
-
-    @property
-    def last_words(self) -> tuple[str, ...]:
-        """What the engine said, for the report of a run that could not go on."""
-        return tuple(f"  {self.engine.name}: {line}" for line in self._words.splitlines()[-3:])
 
 
 class _HostsElastic(ElasticSupervisor[RemoteWorker]):
@@ -327,4 +322,5 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         self._hosts.agents[worker.channel] = self._hosts.waiting[worker.rank] = fresh
 
     def find_outcome(self, more: tuple[str, ...] = ()) -> Outcome | None:
-        return super().find_outcome(self._hosts.last_words)
+        words = self._hosts.words.splitlines()[-3:]  # of an engine that has ended too
+        return super().find_outcome(tuple(f"  {self._hosts.engine.name}: {line}" for line in words))

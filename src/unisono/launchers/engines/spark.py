@@ -171,7 +171,8 @@ class Spark(Engine):
         except Exception as error:
             text = _brief(error)
             if "JAVA_" in text:
-                java = _java()
+                home = os.environ.get("JAVA_HOME")
+                java = shutil.which(os.path.join(home, "bin", "java") if home else "java")
                 reason = f"Java ({java}) ended at once; why, it says above" if java else _JAVA
                 raise EngineError(f"Spark could not start: {reason}. It said: {text}") from error
             raise EngineError(f"Spark at {master} could not be reached or started: {text}") from error
@@ -380,12 +381,6 @@ def is_rdd(value: Any) -> bool:
     """Whether it is a Spark RDD."""
     pyspark = sys.modules.get("pyspark")
     return pyspark is not None and isinstance(value, pyspark.RDD)
-
-
-def _java() -> str | None:
-    """The Java that Spark uses."""
-    home = os.environ.get("JAVA_HOME")
-    return shutil.which(os.path.join(home, "bin", "java") if home else "java")
 
 
 def _default_settings(master: str) -> dict[str, str]:

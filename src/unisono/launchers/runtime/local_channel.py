@@ -15,9 +15,12 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unisono.launchers.runtime.files import anonymous_file
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 __all__ = ["EventLoop", "LocalChannel"]
 
@@ -122,13 +125,6 @@ class LocalChannel:
         self.sock.close()
 
 
-class _HasDescriptor(Protocol):
-    def fileno(self) -> int: ...
-
-
-Source = int | _HasDescriptor
-
-
 class EventLoop:
     """Belongs to one thread; `wake` may be called from others."""
 
@@ -139,23 +135,23 @@ class EventLoop:
             sock.setblocking(False)
         self.watch(self._wakes, lambda: self._wakes.recv(4096))
 
-    def watch(self, source: Source, call: Callable[[], object]) -> None:
+    def watch(self, source: FileDescriptorLike, call: Callable[[], object]) -> None:
         """Have `call` called by `pump` whenever `source` can be read."""
         self._selector.register(source, selectors.EVENT_READ, call)
 
-    def watch_writing(self, source: Source, wanted: bool) -> None:
+    def watch_writing(self, source: FileDescriptorLike, wanted: bool) -> None:
         """Whether the function of a watched source is also to be called when it can be written."""
         key = self._selector.get_key(source)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
         if key.events != events:
             self._selector.modify(source, events, key.data)
 
-    def forget(self, source: Source) -> None:
+    def forget(self, source: FileDescriptorLike) -> None:
         """Watch `source` no more, if it is watched."""
         with contextlib.suppress(KeyError, ValueError):  # ValueError: it was closed, and not watched
             self._selector.unregister(source)
 
-    def find_call(self, source: Source) -> Callable[[], object] | None:
+    def find_call(self, source: FileDescriptorLike) -> Callable[[], object] | None:
         """The function of a source; None if it is not watched."""
         with contextlib.suppress(KeyError, ValueError):
             found: Callable[[], object] = self._selector.get_key(source).data

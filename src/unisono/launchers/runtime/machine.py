@@ -81,24 +81,19 @@ def available_bytes() -> int:
     >>> 0 < available_bytes() < 1 << 50
     True
     """
-    found = [_free_bytes()]
+    page = os.sysconf("SC_PAGE_SIZE")
+    known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    free_pages = os.sysconf("SC_AVPHYS_PAGES")
+    found = [int(known["MemAvailable"].split()[0]) << 10 if "MemAvailable" in known else page * free_pages]
     for limit, used in _MEMORY_LIMITS:
         if Path(limit).is_file() and (text := Path(limit).read_text(encoding="ascii").strip()).isdecimal():
             found.append(int(text) - int(Path(used).read_text(encoding="ascii")))
     pages = [int(n) for n in Path("/proc/self/statm").read_text(encoding="ascii").split()]
-    page = os.sysconf("SC_PAGE_SIZE")
     for kind, used_pages in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY:
             found.append(soft - used_pages * page)
     return max(0, min(found))
-
-
-def _free_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def give_back_freed_memory() -> None:

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import FrameType
 from typing import Literal, NamedTuple
 
@@ -132,12 +133,8 @@ def parse_stacks(text: str) -> list[list[Frame]]:
             number = int(found["line"]) if found["line"].isdigit() else 0
             threads[-1].append(Frame(found["file"], number, found["function"]))
     threads.reverse()  # the oldest is listed last
-    threads.sort(key=lambda frames: not _is_main(frames))
-    return threads
-
-
-def _is_main(frames: Sequence[Frame]) -> bool:
-    return any(frame.file.endswith(_START) or frame.function == "<module>" for frame in frames)
+    is_main = [any(f.file.endswith(_START) or f.function == "<module>" for f in frames) for frames in threads]
+    return [frames for _, frames in sorted(zip(is_main, threads, strict=True), key=lambda pair: not pair[0])]
 
 
 def find_standing(worker: WorkerStack) -> Standing:
@@ -159,20 +156,10 @@ def find_standing(worker: WorkerStack) -> Standing:
 def find_kind(frames: Sequence[Frame]) -> tuple[Kind, str]:
     """What a thread does, and the innermost line of the program in its stack."""
     place = next((frame.place for frame in frames if is_of_program(frame.file)), "")
-    inner = _above_program(frames)
+    inner = list(takewhile(lambda frame: not is_of_program(frame.file), frames))  # what the program has called
     if any(frame.file.startswith(_WAITS) for frame in inner) and not _is_loading(inner):
         return "collective", place
     return ("loader" if _is_loading(frames) else "code"), place
-
-
-def _above_program(frames: Sequence[Frame]) -> list[Frame]:
-    """The frames that the program's own innermost one has called."""
-    found = []
-    for frame in frames:
-        if is_of_program(frame.file):
-            break
-        found.append(frame)
-    return found
 
 
 def _is_loading(frames: Sequence[Frame]) -> bool:

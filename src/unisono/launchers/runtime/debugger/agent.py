@@ -114,9 +114,11 @@ class Agent:
                     self._pdb.stop_at(frame, "asked")
 
     def may_stop(self, why: str) -> bool:
+        """Whether there is still someone who wants this rank to stop."""
         return not self.is_off and not (why in ("step", "asked") and self._is_canceled)
 
     def stopped(self, place: str, why: str, text: str) -> None:
+        """Called when this rank has stopped."""
         with self._lock:
             debug_pause.begin_pause()
             self._stops += 1
@@ -129,6 +131,7 @@ class Agent:
             self._take({"kind": "leave"})
 
     def next_command(self) -> tuple[int, str] | None:
+        """The next command, with its number; None: go on, and stop no more. Blocks."""
         while True:
             message = self._commands.get()
             match message["kind"]:
@@ -141,6 +144,7 @@ class Agent:
                     raise Ended("the run was ended from the debugger's prompt")
 
     def answer(self, number: int, text: str, *, goes_on: bool) -> None:
+        """Send what a command printed."""
         self._evaluate_alone(False)
         with self._lock:
             self._is_stopped = self._is_stopped and not goes_on

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.launchers.runtime.debugger.hub import Hub, HubConnection, connect_to_hub
 from unisono.units import parse_ranks, show_ranks
@@ -185,10 +185,9 @@ class Prompt:
                 if (waiting and now == before) or time.monotonic() > deadline:
                     return
                 before = now
-            self._await(self._have_all_stopped, _LOOK_S)
-
-    def _have_all_stopped(self) -> bool:
-        return len(self._ranks) >= self._size and all(rank.stopped for rank in self._ranks.values())
+            self._await(
+                lambda: len(self._ranks) >= self._size and all(rank.stopped for rank in self._ranks.values()), _LOOK_S
+            )
 
     def _show_stops(self) -> None:
         """Show where all ranks have stopped, with the line or the error there."""
@@ -311,23 +310,12 @@ def _take_source(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if line.startswith("-> "))
 
 
-class _Console(Protocol):
-    def read(self, prompt: str) -> str:
-        """A line, without its end; EOFError: no more."""
-
-    def write(self, text: str) -> None:
-        """Show a line or several."""
-
-    def close(self) -> None:
-        """End a read that is under way."""
-
-
 class TerminalPrompt:
     """For the hub of this process; `open` is its `open_prompt`. Made where the terminal belongs to: its context."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._console: _Console | None = None
+        self._console: _Terminal | _Notebook | None = None
         self._context = contextvars.copy_context()  # by which a notebook knows the cell
 
     def open(self) -> bool:
@@ -340,7 +328,7 @@ class TerminalPrompt:
         ).start()
         return True
 
-    def _converse(self, console: _Console) -> None:
+    def _converse(self, console: _Terminal | _Notebook) -> None:
 
         try:
             link = connect_to_hub([("127.0.0.1", self._hub.address[1])], self._hub.token)
@@ -396,7 +384,7 @@ class _Notebook:
         """The kernel's own: the cell may show a field that nobody reads any more."""
 
 
-def _find_console() -> _Console | None:
+def _find_console() -> _Terminal | _Notebook | None:
     if "ipykernel" in sys.modules:
         return _Notebook()
     try:

@@ -56,9 +56,7 @@ class Run:
     def start_worker(self, place: int) -> None:
         fd = self.members.open_connection()[membership.VARIABLE]
         process = Process(1000 + len(self.workers), fd)
-        self.workers.append(
-            LocalWorker(rank=place, host="", pid=process.pid, process=process, page=self.page, report_fd=-1)
-        )
+        self.workers.append(LocalWorker(rank=place, host="", pid=process.pid, process=process, page=self.page))
         self.members.add_started(self.workers[-1])
 
     def act(self) -> bool:

@@ -23,7 +23,7 @@ from unisono.launchers.failures import Outcome
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.meeting import RunDebugger, store_variables
 from unisono.launchers.output import OutputClosed
-from unisono.launchers.processes import Command, Pipes, open_starter, worker_environment
+from unisono.launchers.processes import Command, open_starter, worker_environment
 from unisono.launchers.runtime.channel import derive_secret
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.stacks import VARIABLE as STACKS
@@ -101,43 +101,30 @@ class LocalRun(Supervisor[LocalWorker]):
         """Start the worker of a rank; where workers come and go, of a place."""
         begin = time.monotonic()
         left_s = None if self.job.timeout_s is None else self._begin + self.job.timeout_s - begin
-        report_fd, report_end = os.pipe()
         connection = {} if self.elastic is None else self.elastic.open_connection()
-        descriptors = {**self._descriptors(rank), **connection, "UNISONO_REPORT_FD": report_end}
+        descriptors = {**self._descriptors(rank), **connection}
         streams = self.output.open(rank)
         command = Command(self.job.program, self._environment(rank), descriptors, **streams)
         try:
             process = self._starter.start(command, timeout_s=left_s)
         except BaseException as error:
-            os.close(report_fd)
             if self.elastic is not None:
                 self.elastic.add_started(None)
             if isinstance(error, TimeoutError):
                 raise TimedOut("  the workers were being started") from None
             raise
         finally:
-            os.close(report_end)
             if self.job.output == "files":
                 streams["stdout"].close()  # type: ignore[union-attr]
-        worker = LocalWorker(
-            rank=rank,
-            host=socket.gethostname(),
-            pid=process.pid,
-            started=begin,
-            process=process,
-            page=self.page,
-            report_fd=report_fd,
-        )
-        fds = {"report": report_fd, "stdout": process.stdout, "stderr": process.stderr}
-        worker.pipes = Pipes(self.loop, fds, partial(self._take, worker))
+        host = socket.gethostname()
+        worker = LocalWorker(rank=rank, host=host, pid=process.pid, started=begin, process=process, page=self.page)
+        process.watch(self.loop, partial(self._take, worker), partial(self._on_exit, worker))
         self.workers.append(worker)
         self.job.note("worker started", rank=rank, pid=process.pid)
         if self.elastic is not None:
             self.elastic.add_started(worker)
         if self._guard is not None:
             self._guard.add(process.pid)
-        if process.pid_fd is not None:
-            self.loop.watch(process.pid_fd, partial(self._on_exit, worker))
 
     def _descriptors(self, rank: int) -> dict[str, int]:
         """The open files that `rank` inherits, by the variable that names them."""
@@ -222,7 +209,7 @@ class LocalRun(Supervisor[LocalWorker]):
         if worker.process.pid_fd is not None:
             self.loop.forget(worker.process.pid_fd)
         worker.ended = time.monotonic()
-        worker.pipes.drain()
+        worker.process.drain()
         self.output.flush(worker.rank)
         worker.take_end(status, worker.ended, stopping=self.stop_time is not None)
         self.note_end(worker, status=status)
@@ -232,9 +219,9 @@ class LocalRun(Supervisor[LocalWorker]):
     def let_go(self, worker: LocalWorker) -> None:
         """Let go of a worker that has ended, before the run has; others of its group end too."""
         worker.process.send_group(signal.SIGKILL)
-        worker.pipes.forget()
+        worker.process.forget()
         self.workers.remove(worker)
-        worker.close()
+        worker.process.close()
 
     # -- 3. stop -------------------------------------------------------------------------------------------------------
 
@@ -296,9 +283,9 @@ class LocalRun(Supervisor[LocalWorker]):
             if worker.ended is None:
                 worker.process.exit_status(wait=True)
                 self._on_exit(worker)
-            worker.pipes.drain()  # what its children wrote after it
+            worker.process.drain()  # what its children wrote after it
             self.output.flush(worker.rank)
-        worker.close()
+        worker.process.close()
 
     # -- the report ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ALLOCATOR",
     "Command",
-    "Pipes",
     "Process",
     "Starter",
     "Streams",
@@ -110,15 +109,40 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-class Pipes:
-    """Our ends of a process's pipes, read from an event loop: each piece is passed to `take` with the pipe's name."""
+class Process:
+    """A process in a session of its own: our child, or one that a fork server forked, whose child it is.
 
-    def __init__(self, loop: EventLoop, fds: Mapping[str, int | None], take: Callable[[str, bytes], None]) -> None:
+    pid_fd: readable when it has ended; None if the system has no such descriptors.
+    child: of ours. wait_status: gives the exit status of one that was forked and has ended.
+    report_fd: our end of the pipe on which it reports.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        pid_fd: int | None,
+        streams: Streams,
+        *,
+        child: subprocess.Popen[bytes] | None = None,
+        wait_status: Callable[[int], int] | None = None,
+    ) -> None:
+        self.pid, self.pid_fd, self._streams = pid, pid_fd, streams
+        self.report_fd = -1
+        self._child, self._wait_status = child, wait_status
+        self._status: int | None = None
+        self._pipes: dict[str, int] = {}
+
+    def watch(self, loop: EventLoop, take: Callable[[str, bytes], None], on_end: Callable[[], object]) -> None:
+        """Have `take` called with each piece that comes by a pipe ("report", "stdout", "stderr"), and `on_end`."""
         self._loop, self._take = loop, take
-        self._fds = {name: fd for name, fd in fds.items() if fd is not None}
-        for name, fd in self._fds.items():
+        _, stdout, stderr = self._streams.ours
+        fds = {"report": self.report_fd, "stdout": stdout, "stderr": stderr}
+        self._pipes = {name: fd for name, fd in fds.items() if fd is not None}
+        for name, fd in self._pipes.items():
             os.set_blocking(fd, False)
             loop.watch(fd, partial(self._read, name, fd))
+        if self.pid_fd is not None:
+            loop.watch(self.pid_fd, on_end)
 
     def _read(self, name: str, fd: int) -> bool:
         """Pass one piece on; False if there is nothing now."""
@@ -134,37 +158,15 @@ class Pipes:
 
     def drain(self) -> None:
         """Pass on what the pipes hold now, without waiting for their end: a child of the process may keep them open."""
-        for name, fd in self._fds.items():
+        for name, fd in self._pipes.items():
             for _ in range(64):  # a pipe holds 64 KiB, at most 1 MiB
                 if self._loop.find_call(fd) is None or not self._read(name, fd):
                     break
 
     def forget(self) -> None:
         """Read no more."""
-        for fd in self._fds.values():
+        for fd in self._pipes.values():
             self._loop.forget(fd)
-
-
-class Process:
-    """A process in a session of its own: our child, or one that a fork server forked, whose child it is.
-
-    pid_fd: readable when it has ended; None if the system has no such descriptors.
-    child: of ours. wait_status: gives the exit status of one that was forked and has ended.
-    """
-
-    def __init__(
-        self,
-        pid: int,
-        pid_fd: int | None,
-        streams: Streams,
-        *,
-        child: subprocess.Popen[bytes] | None = None,
-        wait_status: Callable[[int], int] | None = None,
-    ) -> None:
-        self.pid, self.pid_fd, self._streams = pid, pid_fd, streams
-        self.stdin, self.stdout, self.stderr = streams.ours
-        self._child, self._wait_status = child, wait_status
-        self._status: int | None = None
 
     def exit_status(self, *, wait: bool = False) -> int | None:
         """How it ended, as subprocess counts it (negative: by a signal); None while it runs. Does not reap it."""
@@ -201,6 +203,7 @@ class Process:
         else:
             self.exit_status(wait=True)
         self._streams.close_ours()
+        os.close(self.report_fd)
         if self.pid_fd is not None:
             os.close(self.pid_fd)
             self.pid_fd = None
@@ -214,8 +217,18 @@ class Starter:
 
     def start(self, command: Command, *, timeout_s: float | None = None) -> Process:
         """Start a process. Raises TimeoutError if it could not be started in that time."""
-        forked = None if self.server is None else self.server.fork(command, timeout_s)
-        return _start_fresh(command) if forked is None else forked
+        report_fd, theirs = os.pipe()
+        command = replace(command, descriptors={**command.descriptors, "UNISONO_REPORT_FD": theirs})
+        try:
+            process = None if self.server is None else self.server.fork(command, timeout_s)
+            process = process or _start_fresh(command)
+        except BaseException:
+            os.close(report_fd)
+            raise
+        finally:
+            os.close(theirs)
+        process.report_fd = report_fd
+        return process
 
     def close(self) -> None:
         """The run is over; its processes have been closed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from unisono.launchers.failures import Failure, failure_of_exit, read_failure
-from unisono.launchers.processes import Pipes, Process
+from unisono.launchers.processes import Process
 from unisono.launchers.runtime.channel import Channel
 from unisono.launchers.runtime.status import StatusPage, WorkerStatus
 
@@ -102,8 +101,6 @@ class LocalWorker(Worker):
 
     process: Process
     page: StatusPage
-    report_fd: int
-    pipes: Pipes = field(init=False)  # that are read: reports, and its output unless it writes that elsewhere
     schedule: list[tuple[float, signal.Signals]] = field(default_factory=list)  # signals still to be sent, and when
 
     def read_status(self) -> WorkerStatus:
@@ -118,11 +115,6 @@ class LocalWorker(Worker):
         """Send a signal to the worker and the children in its process group, if it has not ended."""
         if self.ended is None:
             self.process.send_group(signum)
-
-    def close(self) -> None:
-        """Reap the process, which must have ended, and close our ends of its pipes."""
-        self.process.close()
-        os.close(self.report_fd)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -29,7 +29,7 @@ from typing import Any
 from unisono.launchers import guard
 from unisono.launchers.engines.engine import AGENT
 from unisono.launchers.meeting import open_page, store_variables
-from unisono.launchers.processes import Command, Pipes, Process, open_starter, threads_per_worker, worker_environment
+from unisono.launchers.processes import Command, Process, open_starter, threads_per_worker, worker_environment
 from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.launch_env import Place, read_place
@@ -46,6 +46,7 @@ __all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "serve_worker"]
 UNREACHED, _DRAIN_S = 97, 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _ON_LOSS = ((0.0, signal.SIGKILL),)
+_FRAMES = {"stdout": "o", "stderr": "e", "report": "r"}  # in which the contents of a worker's pipes travel
 
 
 class Agent(ABC):
@@ -128,8 +129,7 @@ class Agent(ABC):
     def _start_worker(self, start: dict[str, Any]) -> None:
         self._set_up(start)
         self._page = self._page or StatusPage.create(self.place.size)
-        report_fd, report_end = os.pipe()
-        descriptors = {"UNISONO_STATUS_FD": self._page.fd, "UNISONO_REPORT_FD": report_end}
+        descriptors = {"UNISONO_STATUS_FD": self._page.fd}
         mpich = os.environ.get("PMI_FD", "")  # its connection for MPI_Init, which it left open for the worker itself
         if mpich.isdigit() and os.path.exists(f"/proc/self/fd/{mpich}"):
             descriptors["PMI_FD"] = int(mpich)
@@ -152,12 +152,7 @@ class Agent(ABC):
             stderr=subprocess.PIPE,
         )
         process = self._process = self._starter.start(command)
-        os.close(report_end)
-        self._report_fd = report_fd
-        fds = {"o": process.stdout, "e": process.stderr, "r": report_fd}  # by the kinds of frames that they go into
-        self._pipes = Pipes(self._loop, fds, self._send)
-        if process.pid_fd is not None:
-            self._loop.watch(process.pid_fd, self._on_exit)
+        process.watch(self._loop, lambda name, data: self._send(_FRAMES[name], data), self._on_exit)
         self._send_status("started")
 
     def _more_descriptors(self) -> dict[str, int]:
@@ -249,7 +244,8 @@ class Agent(ABC):
 
     def _drain(self) -> None:
         """Pass on what the worker has said last."""
-        self._pipes.drain()
+        assert self._process is not None
+        self._process.drain()
 
     def _on_exit(self) -> None:
         assert self._process is not None

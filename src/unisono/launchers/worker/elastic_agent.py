@@ -150,8 +150,7 @@ class ElasticAgent(Agent):
     def _retire(self) -> None:
         """Close everything that belongs to a worker that has ended."""
         assert self._process is not None
-        self._pipes.forget()
-        os.close(self._report_fd)
+        self._process.forget()
         os.close(self._log_fd)
         self._drop_control()
         for fd in (self._payload, self._result):

@@ -22,6 +22,7 @@ from unisono.launchers.job import ElasticSettings
 from unisono.launchers.runtime import membership
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.stacks import judge
 from unisono.launchers.scaling import Scaling
 from unisono.launchers.supervisor import Supervisor, W
 from unisono.launchers.workers import LocalWorker
@@ -93,10 +94,6 @@ class ElasticSupervisor(ABC, Generic[W]):
     @abstractmethod
     def _retire(self, connection: WorkerConnection[W]) -> None:
         """Let go of a worker that has ended."""
-
-    @abstractmethod
-    def _describe_stack(self, worker: W) -> str:
-        """What a worker is doing, by its stacks; "" if it does not answer."""
 
     # -- what is decided -----------------------------------------------------------------------------------------------
 
@@ -206,6 +203,11 @@ class ElasticSupervisor(ABC, Generic[W]):
             f"unisono: worker {worker.rank} (process {worker.pid}) {why}: {doing}{'; ' if doing else ''}it is replaced"
         )
         self._kill(connection)
+
+    def _describe_stack(self, worker: W) -> str:
+        """What a worker is doing, by its stacks; "" if it does not answer."""
+        stacks = [found for found in self._run.gather_stacks()[0] if found.rank == worker.rank]
+        return judge(stacks)[0] if stacks else ""
 
     def on_end(self, worker: W) -> bool:
         """A worker has ended. Before the first step the program is wrong, and the run ends as any other.
@@ -329,9 +331,6 @@ class LocalElastic(ElasticSupervisor[LocalWorker]):
 
     def _kill(self, connection: WorkerConnection[LocalWorker]) -> None:
         connection.worker.send(signal.SIGKILL)
-
-    def _describe_stack(self, worker: LocalWorker) -> str:
-        return self._local.describe_stack(worker)
 
     # -- what happens --------------------------------------------------------------------------------------------------
 

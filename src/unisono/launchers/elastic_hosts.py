@@ -25,7 +25,6 @@ from unisono.launchers.engines.engine import Engine
 from unisono.launchers.failures import SETTLE_S, Outcome
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
 from unisono.launchers.runtime.channel import Channel, Frame
-from unisono.launchers.runtime.stacks import judge
 from unisono.launchers.workers import RemoteWorker
 
 __all__ = ["ElasticHostsRun"]
@@ -146,7 +145,10 @@ class ElasticHostsRun(EngineRun):
             super()._on_frame(worker, frame)
             if connection is not None and is_beat:
                 self.note_step(worker)
-                self.elastic.on_beat(connection, message)
+                if connection.number in self.elastic.coordinator.members[:1]:
+                    step_at = time.monotonic() - float(message.get("step_age_s", 0.0))
+                    self.elastic.scaling.look(worker.read_status().step, step_at)
+                self.elastic.check_heartbeat(connection, float(message.get("silent_s", 0.0)))
 
     def note_step(self, worker: RemoteWorker) -> None:
         """Note the last step of a worker."""
@@ -256,10 +258,6 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
     def _kill(self, connection: WorkerConnection[RemoteWorker]) -> None:
         self._hosts.server.send(connection.worker.channel, kind="signal", number=int(signal.SIGKILL))
 
-    def _describe_stack(self, worker: RemoteWorker) -> str:
-        stack = next((found for found in self._run.gather_stacks()[0] if found.rank == worker.rank), None)
-        return judge([stack])[0] if stack is not None else ""
-
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def on_message(self, connection: WorkerConnection[RemoteWorker], message: dict[str, Any]) -> None:
@@ -288,13 +286,6 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
             connection.log += b"" if message else frame.body
             if len(connection.log) >= connection.log_bytes:
                 self._log = bytes(connection.log)
-
-    def on_beat(self, connection: WorkerConnection[RemoteWorker], message: dict[str, Any]) -> None:
-        """An agent tells how its worker stands."""
-        if connection.number in self.coordinator.members[:1]:
-            step = connection.worker.read_status().step
-            self.scaling.look(step, time.monotonic() - float(message.get("step_age_s", 0.0)))
-        self.check_heartbeat(connection, float(message.get("silent_s", 0.0)))
 
     def note_step(self, worker: RemoteWorker, step: int) -> bool:
         """A worker has made `step`; whether that is the furthest."""

@@ -27,7 +27,7 @@ from unisono.launchers.processes import Command, open_starter, worker_environmen
 from unisono.launchers.runtime.channel import derive_secret
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.stacks import VARIABLE as STACKS
-from unisono.launchers.runtime.stacks import StackFiles, WorkerStack, judge
+from unisono.launchers.runtime.stacks import StackFiles, WorkerStack
 from unisono.launchers.runtime.status import StatusPage
 from unisono.launchers.runtime.store_server import StoreServer
 from unisono.launchers.supervisor import Schedule, Supervisor
@@ -295,7 +295,3 @@ class LocalRun(Supervisor[LocalWorker]):
     def gather_stacks(self) -> tuple[list[WorkerStack], list[int]]:
         gone = [worker.rank for worker in self.workers if worker.ended is not None]
         return self._stacks.gather({worker.rank: worker.pid for worker in self.running}, self.page), gone
-
-    def describe_stack(self, worker: LocalWorker) -> str:
-        """What a worker is doing, by its stacks."""
-        return judge(self._stacks.gather({worker.rank: worker.pid}, self.page))[0]

@@ -50,7 +50,7 @@ _AFTER_INTERRUPT: Schedule = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2,
 
 def after_failure(worker: Worker) -> Schedule:
     """How a worker is stopped after another has failed."""
-    if worker.is_leaving:
+    if worker.done or worker.preempted or worker.failure is not None:
         return _LEAVING
     return AT_ONCE if worker.read_status().preemptible else _AFTER_FAILURE  # it would only note SIGTERM
 

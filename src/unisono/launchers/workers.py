@@ -39,11 +39,6 @@ class Worker(ABC):
     def read_status(self) -> WorkerStatus:
         """The worker's last known step and activity."""
 
-    @property
-    def is_leaving(self) -> bool:
-        """Whether it ends by itself, and need not be told to."""
-        return self.done or self.preempted or self.failure is not None
-
     def describe_process(self) -> str:
         """The process for a line of the log."""
         return f"process {self.pid} on {self.host}" if self.is_elsewhere else f"process {self.pid}"

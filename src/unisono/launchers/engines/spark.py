@@ -230,7 +230,7 @@ class _Stage:
             task = partial(_task, env, workers, [], _read_all)
         elif len(tables) == 1:
             stage = tables[0] if tables[0].getNumPartitions() == workers else tables[0].repartition(workers)
-            task = partial(_task, env, workers, names, _add_samples)
+            task = partial(_task, env, workers, names, lambda parts, rows: parts[0].add_samples(rows))
         else:
             pieces = [_pieces(table, number, workers) for number, table in enumerate(tables)]
             stage = self._context.union(pieces).partitionBy(workers, int)
@@ -304,10 +304,6 @@ def _read_all(parts: list[TableFiles], rows: Iterable[Any]) -> None:
     """The rows are only there to have partitions; Spark throws a process away that has not read them."""
     for _ in rows:
         pass
-
-
-def _add_samples(parts: list[TableFiles], rows: Iterable[Any]) -> None:
-    parts[0].add_samples(rows)
 
 
 def _add_pieces(parts: list[TableFiles], rows: Iterable[Any]) -> None:

@@ -335,7 +335,10 @@ def check_script(text: str, workers: int, *, restarts: int = 0) -> list[Fault]:
                 fault.position,
             )
         problems = [_find_contradiction(other, fault) for other in faults[:number]]
-        problems += [] if restarts else [_find_end(faults, fault), _find_healing(fault)]
+        problems += [] if restarts else [_find_end(faults, fault)]
+        if fault.phase == "healing" and not restarts:
+            why = "the world is formed anew only where workers come and go: unisono run -n MIN:MAX"
+            problems.append(f"`{fault}`: {why}")
         for problem in filter(None, problems):
             raise FaultError(problem, text, fault.position)
     return faults
@@ -361,13 +364,6 @@ def _find_end(faults: Sequence[Fault], fault: Fault) -> str:
         if kill.kind == "kill" and kill.rank == fault.rank and _moment(kill) < _moment(fault):
             return f"rank {kill.rank} does not come to `{fault}`: `{kill}` ends it, and nothing starts it again"
     return ""
-
-
-def _find_healing(fault: Fault) -> str:
-    """Whether it waits for something that does not happen where workers stay; "" where it does not."""
-    if fault.phase != "healing":
-        return ""
-    return f"`{fault}`: the world is formed anew only where workers come and go: unisono run -n MIN:MAX"
 
 
 def _moment(fault: Fault) -> tuple[int, int]:

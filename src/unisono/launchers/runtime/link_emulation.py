@@ -12,6 +12,8 @@ until the time at which it would have ended.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import mmap
 import os
@@ -20,7 +22,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -206,26 +208,15 @@ class Wire:
     def __del__(self) -> None:
         self.close()
 
-    def _locked(self) -> _Locked:
-        return _Locked(self._lock, self._fd)
-
-
-class _Locked:
-    """For the threads of this process, and for other processes."""
-
-    def __init__(self, lock: threading.Lock, fd: int) -> None:
-        self._lock, self._fd = lock, fd
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._set(exclusive=True)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(exclusive=False)
-        self._lock.release()
-
-    def _set(self, *, exclusive: bool) -> None:
-        if sys.platform == "linux":
-            import fcntl
-
-            fcntl.lockf(self._fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_UN)
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """For the threads of this process, and for other processes."""
+        with self._lock:
+            if sys.platform != "linux":
+                yield
+                return
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)

@@ -141,7 +141,11 @@ class StoreServer:
             elif message.kind == "C":
                 answer = [_digit(all(key in self._values for key in message.parts))]
             elif message.kind == "M":
-                answer = self._set_many(message.parts)
+                if len(message.parts) % 2:
+                    raise ValueError("a key without a value")
+                for key, value in zip(message.parts[::2], message.parts[1::2], strict=True):
+                    self._keep(key, value)
+                answer = []
             else:
                 if message.kind not in self._questions:
                     raise ValueError(f"this store knows no question {message.kind!r}")
@@ -217,13 +221,6 @@ class StoreServer:
         if self._bytes + more > MOST_BYTES or keys > MOST_KEYS:
             raise ValueError(f"the store is full: it holds at most {MOST_BYTES} bytes and {MOST_KEYS} keys")
         self._bytes += more
-
-    def _set_many(self, parts: Sequence[bytes]) -> Sequence[bytes]:
-        if len(parts) % 2:
-            raise ValueError("a key without a value")
-        for key, value in zip(parts[::2], parts[1::2], strict=True):
-            self._keep(key, value)
-        return []
 
     def _add(self, key: bytes, number: bytes) -> Sequence[bytes]:
         there = self._values.get(key, b"0")

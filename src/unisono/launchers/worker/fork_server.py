@@ -18,6 +18,7 @@ import gc
 import importlib
 import io
 import os
+import resource
 import select
 import signal
 import sys
@@ -188,7 +189,10 @@ class _Server:
                 self._close(connection)
             elif fd in connection.workers and fd not in connection.ended:
                 connection.ended.add(fd)
-                self._tell(connection, kind="ended", pid=connection.workers[fd], status=_status_of(fd))
+                how = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)  # does not reap it
+                assert how is not None
+                status = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
+                self._tell(connection, kind="ended", pid=connection.workers[fd], status=status)
         return None
 
     def _on_message(self, connection: _Connection) -> _Request | None:
@@ -285,13 +289,6 @@ class _Server:
         self.door.close()
 
 
-def _status_of(fd: int) -> int:
-    """How a worker ended, without reaping it."""
-    result = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
-    assert result is not None
-    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
 def _shadowed_modules(folder: str, before: Sequence[str]) -> list[str]:
     """Modules that the server has imported from elsewhere, and a fresh process would find in `folder`.
 
@@ -334,7 +331,9 @@ def _become_worker(request: _Request, python_path: Sequence[str]) -> list[str]:
         os.close(fd)
     os.umask(body["umask"])
     os.sched_setaffinity(0, body["cores"])
-    _set_limits(body["limits"])
+    for name, soft in body["limits"].items():
+        kind = getattr(resource, name)
+        resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1]))
     _replace_environment(body, request.descriptors)
     entries = [os.path.abspath(e) for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e]
     sys.path[:] = list(dict.fromkeys([*entries, *python_path]))
@@ -367,14 +366,6 @@ def _replace_streams(fds: Sequence[int]) -> None:
         new.mode = "r" if number == 0 else "w"  # type: ignore[misc]
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
-
-
-def _set_limits(soft: Mapping[str, int]) -> None:
-    import resource
-
-    for name, value in soft.items():
-        hard = resource.getrlimit(getattr(resource, name))[1]
-        resource.setrlimit(getattr(resource, name), (value, hard))
 
 
 def _replace_environment(body: Mapping[str, Any], descriptors: Mapping[str, int]) -> None:

@@ -61,7 +61,11 @@ def main(arguments: Sequence[str]) -> int:
     ) in os.environ.items():  # programs that this worker starts get the variables, but not the descriptors
         if name.startswith("UNISONO_") and name.endswith("_FD"):
             os.set_inheritable(int(value), False)
-    _give_torch_the_store()
+    # Groups that the program makes itself, by torch.distributed, meet in the launcher's store, with its secret.
+    if _RENDEZVOUS in sys.modules:
+        _replace_opening(sys.modules[_RENDEZVOUS])
+    else:
+        sys.meta_path.insert(0, _WhenImported())
     _replace_breakpoints()
     reports = _Reports(int(os.environ["UNISONO_REPORT_FD"]))
     # Ignored where the launcher was started in the background of a script; only the launcher can send it here.
@@ -91,14 +95,6 @@ def die_with(launcher: int) -> None:
 
 _RENDEZVOUS = "torch.distributed.rendezvous"
 _GROUPS = "unisono.world.torch_groups"  # a name, as it is the program that uses it, where it makes a group
-
-
-def _give_torch_the_store() -> None:
-    """Groups that the program makes itself, by torch.distributed, meet in the launcher's store, with its secret."""
-    if _RENDEZVOUS in sys.modules:
-        _replace_opening(sys.modules[_RENDEZVOUS])
-    else:
-        sys.meta_path.insert(0, _WhenImported())
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
@@ -258,7 +254,10 @@ def _open_debugger(error: BaseException) -> None:
 def _cut_frames(error: BaseException) -> types.TracebackType | None:
     """Cut the frames that started the program from the traceback."""
     frames = error.__traceback__
-    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file not in (_HERE, __file__, runpy.__file__) and not file.startswith("<frozen "):
+            break
         frames = frames.tb_next
     error.__traceback__ = frames
     return frames
@@ -299,10 +298,6 @@ def _report_error(error: BaseException, reports: _Reports) -> None:
     if sys.excepthook is not sys.__excepthook__:  # the program, or a library of its, asked to be told
         sys.excepthook(type(error), error, frames)
     sys.stdout.flush()
-
-
-def _is_ours(filename: str) -> bool:
-    return filename in (_HERE, __file__, runpy.__file__) or filename.startswith("<frozen ")
 
 
 if __name__ == "__main__":

@@ -138,16 +138,13 @@ class Hub:
         while not self._is_closing:
             self._loop.pump(_LOOK_S)
             self._server.drop_late()
-            self._check_deadline(time.monotonic())
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self.say(
+                    f"unisono: nobody has attached within {self.wait_s:g} s ({DEBUGGER_WAIT_S}): the workers go on, "
+                    "and pass over further breakpoints"
+                )
+                self._release("leave")
         self._server.close()
-
-    def _check_deadline(self, now: float) -> None:
-        if self._deadline is not None and now > self._deadline:
-            self.say(
-                f"unisono: nobody has attached within {self.wait_s:g} s ({DEBUGGER_WAIT_S}): the workers go on, and "
-                "pass over further breakpoints"
-            )
-            self._release("leave")
 
     # Connections ------------------------------------------------------------------------------------------------------
 

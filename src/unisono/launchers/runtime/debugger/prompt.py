@@ -196,7 +196,9 @@ class Prompt:
         shown: dict[str, list[int]] = {}
         for number, rank in sorted(self._ranks.items()):
             if rank.stopped is not None:
-                text = rank.text if rank.why == "exception" else _take_source(rank.text)
+                lines = rank.text.splitlines()
+                source = [line for line in lines if line.startswith("-> ")]  # of the program, as pdb shows it
+                text = rank.text if rank.why == "exception" else "\n".join(source)
                 shown.setdefault(f"at {rank.stopped}\n{text}".rstrip(), []).append(number)
             else:
                 shown.setdefault(rank.running, []).append(number)
@@ -303,11 +305,6 @@ class Prompt:
                 self._write(f"{show_ranks(found)}: {text}")
         if late:
             self._write(f"{show_ranks(late)}: no answer within {_ANSWER_S:g} s")
-
-
-def _take_source(text: str) -> str:
-    """The line of the program, as pdb shows it."""
-    return "\n".join(line for line in text.splitlines() if line.startswith("-> "))
 
 
 class TerminalPrompt:

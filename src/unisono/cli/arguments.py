@@ -108,14 +108,20 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 def take_behind(
     add_options: Callable[[argparse.ArgumentParser], None], options: argparse.Namespace
-) -> tuple[argparse.Namespace, list[str]]:
-    """Our options among what follows the program's name, up to a --; and the rest, which is the program's own."""
+) -> tuple[list[str], list[str]]:
+    """Put our options among what follows the program's name, up to a --, into `options`.
+
+    Returns the names of our options, and the rest of what follows, which is the program's own.
+    """
     behind: list[str] = options.arguments
     cut = behind.index("--") if "--" in behind else len(behind)
     parser = argparse.ArgumentParser(prog=options.parser.prog, add_help=False, allow_abbrev=False)
     add_options(parser)
     found, rest = parser.parse_known_args(behind[:cut])
-    return found, [*rest, *behind[cut + 1 :]]
+    for name, value in vars(found).items():
+        if value is not None:
+            setattr(options, name, value)
+    return list(vars(found)), [*rest, *behind[cut + 1 :]]
 
 
 def find_only_run(how_to_say: str, *, elastic: bool = False) -> int:

@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.program is None:
         parser.error("no script given; as in: unisono compare train.py --strategies allreduce,powersgd")
     check_program(options.program, parser, module=options.module)
-    own = _take_own_options(options)
+    _, own = take_behind(_add_options, options)
     if not options.strategies:
         parser.error("no methods given; as in: --strategies allreduce,powersgd,torch:ddp")
     request = _read_request(options, own)
@@ -150,15 +150,6 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     written = write_report(found, runs, html=options.html, json_file=options.json)
     print(f"\nreport: {written}")
     return 130 if interrupted else 1 if all(row.failed for row in found.rows) else 0
-
-
-def _take_own_options(options: argparse.Namespace) -> list[str]:
-    """Our options from behind the script's name; gives the arguments that are the script's own."""
-    found, own = take_behind(_add_options, options)
-    for name, value in vars(found).items():
-        if value is not None:
-            setattr(options, name, value)
-    return own
 
 
 def _read_request(options: argparse.Namespace, own: list[str]) -> Request:

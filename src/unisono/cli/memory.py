@@ -56,7 +56,11 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.program is None:
         parser.error("no program given; as in: unisono memory train.py --workers 2")
     check_program(options.program, parser, module=options.module)
-    sizes, arguments = _split_sizes(options)
+    names, arguments = take_behind(_add_sizes, options)
+    sizes: dict[str, Any] = {name: getattr(options, name) for name in names}
+    mesh: dict[str, int] = sizes["mesh"] or {}
+    sizes["workers"] = sizes["workers"] or (math.prod(mesh.values()) if all(n > 0 for n in mesh.values()) else 1)
+    sizes["schedule"] = sizes["schedule"] or "1F1B"
 
     from unisono.predict.footprint.script import ScriptError, predict_for_script
 
@@ -69,16 +73,6 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(str(error))
     print(report)
     return 0 if report.fits() else 3
-
-
-def _split_sizes(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Our options from before and after the program's name, and the arguments that are the program's own."""
-    found, own = take_behind(_add_sizes, options)
-    sizes = {k: v if v is not None else getattr(options, k) for k, v in vars(found).items()}
-    mesh: dict[str, int] = sizes["mesh"] or {}
-    sizes["workers"] = sizes["workers"] or (math.prod(mesh.values()) if all(n > 0 for n in mesh.values()) else 1)
-    sizes["schedule"] = sizes["schedule"] or "1F1B"
-    return sizes, own
 
 
 COMMANDS = {"memory": Command(DESCRIPTION, EPILOG, add_arguments, run)}

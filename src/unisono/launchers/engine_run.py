@@ -29,8 +29,7 @@ from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.meeting import OfferedPage, RunDebugger
 from unisono.launchers.output import OutputClosed
 from unisono.launchers.processes import worker_environment
-from unisono.launchers.runtime.channel import Channel, Frame, derive_secret
-from unisono.launchers.runtime.channel_server import ChannelServer
+from unisono.launchers.runtime.channel import Channel, ChannelServer, Frame, derive_secret
 from unisono.launchers.runtime.machine import address_towards
 from unisono.launchers.runtime.run_folder import name_rank_file
 from unisono.launchers.runtime.stacks import WorkerStack

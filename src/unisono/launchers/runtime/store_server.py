@@ -1,7 +1,7 @@
 """The store in which ranks meet: keys and values in memory, for those who prove that they know the run's secret.
 
 One thread, no torch, no pickle. A question about a key that is not there yet is answered when it is: nobody asks twice.
-What strangers can use up is limited (channel_server.py), and so are keys and values.
+What strangers can use up is limited (channel.py), and so are keys and values.
 
 A message is a letter and some strings of bytes, of which nothing is evaluated or unpickled. One that is longer than a
 frame comes in several; how long it will be is said in its first, so one that is too long is refused before it is kept.
@@ -33,8 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from unisono.launchers.runtime.channel import Channel, Frame, NotProven
-from unisono.launchers.runtime.channel_server import ChannelServer
+from unisono.launchers.runtime.channel import Channel, ChannelServer, Frame, NotProven
 from unisono.launchers.runtime.local_channel import EventLoop
 
 __all__ = [

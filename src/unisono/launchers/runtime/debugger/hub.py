@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.launchers.runtime.channel import Channel, Frame, connect
-from unisono.launchers.runtime.channel_server import ChannelServer
+from unisono.launchers.runtime.channel import Channel, ChannelServer, Frame, connect
 from unisono.launchers.runtime.debug_pause import DEBUGGER_WAIT_S
 from unisono.launchers.runtime.files import NotPrivate, find_private_folder
 from unisono.launchers.runtime.local_channel import EventLoop

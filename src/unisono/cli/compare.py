@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS"]
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 Run a script under several methods, one after the other, and compare what each of them costs and reaches.
 
 The script needs no change: the method that it gives to un.parallel is replaced, its losses are those that it calls
 backward on, its samples those of un.shard. One worker is run too, as the base of speed-ups.
 """
-EPILOG = """\
+_EPILOG = """\
 Options may also follow the script; what follows a -- is the script's own in any case.
 
 methods
@@ -59,8 +59,7 @@ and runs/ each run's output. See docs/compare.md.
 _DEFAULT_STEPS = 200
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `compare`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in `python -m`")
     _add_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the script (a module's name with -m)")
@@ -106,8 +105,7 @@ def _parse_target(text: str) -> float:
 # Running -------------------------------------------------------------------------------------------------------------
 
 
-def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run `compare`; gives the exit status."""
+def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.program is None:
         parser.error("no script given; as in: unisono compare train.py --strategies allreduce,powersgd")
     check_program(options.program, parser, module=options.module)
@@ -219,4 +217,4 @@ class _ProgressLine:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-COMMANDS = {"compare": Command(DESCRIPTION, EPILOG, add_arguments, run)}
+COMMANDS = {"compare": Command(_DESCRIPTION, _EPILOG, _add_arguments, _run)}

@@ -13,10 +13,10 @@ from unisono.cli.arguments import Command
 
 __all__ = ["COMMANDS", "SHELLS", "Option", "ShownCommand", "Values", "read_commands"]
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 Print a script that completes the command line of unisono.
 """
-EPILOG = """\
+_EPILOG = """\
 The script knows commands, options, their values, strategies, files and the
 names of recorded runs. One line in the start-up file of the shell:
 
@@ -59,13 +59,11 @@ class ShownCommand(NamedTuple):
     places: Sequence[Values]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `completion`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=sorted(SHELLS), help="which shell the script is for")
 
 
-def run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    """Run `completion`; gives the exit status."""
+def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     from unisono.cli.command_line import make_parser
 
     print(SHELLS[options.shell](read_commands(make_parser())), end="")
@@ -292,4 +290,4 @@ SHELLS: dict[str, Callable[[Sequence[ShownCommand]], str]] = {
 }
 
 
-COMMANDS = {"completion": Command(DESCRIPTION, EPILOG, add_arguments, run)}
+COMMANDS = {"completion": Command(_DESCRIPTION, _EPILOG, _add_arguments, _run)}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS", "add_arguments", "run"]
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, Ray, Spark, torchrun, ssh to hosts.
 With --hosts 4 --net 100mbit they run on emulated hosts of this machine, with links as slow as asked for (docs/lab.md).
 
@@ -45,7 +45,7 @@ SIGTERM stops it too; but workers that use un.Trainer with a checkpoint folder, 
 after the same step. They have --grace for it, the exit status is 143, and the same command goes on from there. A second
 SIGTERM stops everything.
 """
-EPILOG = """\
+_EPILOG = """\
 output:
   auto     one worker: as it is. Several: lines with the rank in front, "[1] loss 0.31"; on a terminal rank 0 writes
            directly and without a prefix, so that a progress bar works
@@ -525,4 +525,4 @@ def _write_script(engine: Engine, options: argparse.Namespace, parser: argparse.
     return 0
 
 
-COMMANDS = {"run": Command(DESCRIPTION, EPILOG, add_arguments, run)}
+COMMANDS = {"run": Command(_DESCRIPTION, _EPILOG, add_arguments, run)}

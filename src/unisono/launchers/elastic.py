@@ -257,6 +257,9 @@ class ElasticSupervisor(ABC, Generic[W]):
         return Outcome(step=self.step, preempted=True) if self._have_saved else None
 
 
+# Workers of this host ------------------------------------------------------------------------------------------------
+
+
 LEAVE_S = 300.0  # that a process may take to end, when its program has ended well
 
 

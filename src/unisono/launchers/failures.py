@@ -234,6 +234,9 @@ def _trim_native(text: str) -> str:
     return "\n".join(kept).strip()
 
 
+# Faults on purpose ---------------------------------------------------------------------------------------------------
+
+
 VARIABLE = "UNISONO_FAULTS"
 
 

@@ -255,6 +255,9 @@ def _import_folders(command: Command) -> list[str]:
     return list(dict.fromkeys(os.path.abspath(entry) for entry in entries))
 
 
+# -- the server of the user -------------------------------------------------------------------------------------------
+
+
 _IDLE_S = 600.0  # UNISONO_WARM_IDLE_S sets another
 _PACKAGE = Path(__file__).parents[1]
 

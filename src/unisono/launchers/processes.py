@@ -288,6 +288,9 @@ def _read_status(pid: int, wait: bool) -> int | None:
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
+# The environment -----------------------------------------------------------------------------------------------------
+
+
 # glibc gives freed memory back to the kernel and takes it anew, page by page, in every training step: keep up to 1 GiB.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # 1: ask the kernel for them, where it lets one ask

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AGENT",
     "FAILED",
+    "UNREACHED",
     "Engine",
     "EngineError",
     "Packed",
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+UNREACHED = 97  # exit status of an agent that cannot reach the launcher
 AGENT = "UNISONO_AGENT"  # the variable with all that an agent is told, as JSON; see worker/agent.py
 
 
@@ -309,6 +311,9 @@ def find_program(name: str, *, advice: str) -> str:
     if found is None:
         raise EngineError(f"`{name}` is not installed here (looked in PATH={os.environ.get('PATH', '')}). {advice}")
     return found
+
+
+# In an engine's own processes ----------------------------------------------------------------------------------------
 
 
 FAILED = 1

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 from unisono.launchers import guard
 from unisono.launchers.engines.engine import (
     AGENT,
+    UNREACHED,
     Engine,
     EngineError,
     ProcessStarted,
@@ -216,10 +217,12 @@ def divide(hosts: Sequence[str], workers: int) -> dict[str, int]:
     return slots
 
 
-_UNREACHED = 97
+# On the host ---------------------------------------------------------------------------------------------------------
+
+
 _TO_END_S = 2.0  # that agents have after SIGTERM
 _AGENT_AGAIN_S = 2.0  # between two starts of an agent in an elastic run
-_FINAL = (0, _UNREACHED)  # of an agent that is not needed any more, or whose launcher is gone
+_FINAL = (0, UNREACHED)  # of an agent that is not needed any more, or whose launcher is gone
 
 
 def serve_host() -> int:
@@ -229,7 +232,7 @@ def serve_host() -> int:
         channel = connect([(host, port) for host, port in setup["launcher"]], bytes.fromhex(setup["token"]))
     except Unreachable as error:
         print(f"unisono: {error}", file=sys.stderr)
-        return _UNREACHED
+        return UNREACHED
     channel.send_json(kind="host")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed session: what it means is read from standard input
     run_id = secrets.token_hex(12)

@@ -204,6 +204,9 @@ def _check_rates(links: Sequence[Link], rates: Sequence[float]) -> None:
     print(f"unisono: warning: {found}: others use this machine, or it is too slow for the rate", file=sys.stderr)
 
 
+# Measuring what the transport emulates -------------------------------------------------------------------------------
+
+
 _MEASURED_S = 0.2
 _MESSAGES = 10
 _LARGEST = 8 << 20

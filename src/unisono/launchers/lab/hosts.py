@@ -27,6 +27,7 @@ from typing import Any
 from unisono.launchers.lab import namespaces
 from unisono.launchers.runtime.link_emulation import Link
 from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.machine import read_start
 
 __all__ = ["EmulatedHosts", "NoNamespaces", "clean", "find_obstacle", "find_processes", "mark_of_this_process"]
 
@@ -187,13 +188,16 @@ def _lay_out(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     return found, fds
 
 
+# What killed runs left -----------------------------------------------------------------------------------------------
+
+
 _VARIABLE = b"UNISONO_LAB="
 _TO_END_S = 2.0
 
 
 def mark_of_this_process() -> str:
     """The mark that a run's processes carry in their environment: the launcher's process id and start time."""
-    return f"{os.getpid()}:{_read_start(os.getpid())}"
+    return f"{os.getpid()}:{read_start(os.getpid())}"
 
 
 def find_processes() -> dict[int, int]:
@@ -208,7 +212,7 @@ def find_processes() -> dict[int, int]:
         except OSError:  # it ended meanwhile, or is another user's
             continue
         mark = re.fullmatch(rb"UNISONO_LAB=(\d+):(\d+)", marks[0]) if marks else None
-        if mark is not None and _read_start(int(mark[1])) != int(mark[2]):
+        if mark is not None and read_start(int(mark[1])) != int(mark[2]):
             found[int(entry)] = int(mark[1])
     return found
 
@@ -222,15 +226,6 @@ def clean() -> list[str]:
         done.append(f"ended {len(mine)} process{'es' * (len(mine) > 1)} of a run whose launcher ({launcher}) is gone")
     _end(list(processes))
     return done + _remove_named()
-
-
-def _read_start(pid: int) -> int:
-    """When a process was started, in ticks since the boot; -1 if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except OSError:
-        return -1
 
 
 def _end(pids: list[int]) -> None:

@@ -269,6 +269,9 @@ def connect_once(host: str, port: int, token: bytes, *, timeout_s: float) -> Cha
         raise
 
 
+# The secret of a run -------------------------------------------------------------------------------------------------
+
+
 SECRET = "UNISONO_SECRET"
 STORE = "UNISONO_STORE"  # the address of the launcher's store, which the launcher's secret opens
 _FEWEST_CHARACTERS = 16
@@ -294,6 +297,9 @@ def read_store_secret(host: str, port: int, *, hosted: bool, env: Mapping[str, s
             "such as `openssl rand -hex 32` prints"
         )
     return derive_secret(text.encode(), "store")
+
+
+# Many channels at one address ----------------------------------------------------------------------------------------
 
 
 _NO_DESCRIPTORS_S = 0.05  # until accepting is tried again

@@ -152,6 +152,9 @@ def are_wanted() -> bool:
     return os.environ.get(VARIABLE) != "0"
 
 
+# Pages that were written to ------------------------------------------------------------------------------------------
+
+
 _TABLE = "/proc/self/pagemap"
 _FLAGS = 61  # the lowest of three bits of an entry: a page of a file (1), swapped out (2), in memory (4)
 

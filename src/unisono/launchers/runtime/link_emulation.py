@@ -145,6 +145,9 @@ def _refuse(text: str, why: str) -> NoReturn:
     raise LinkError(f"got the link {text!r}: {why}; expected such as {_EXAMPLES}")
 
 
+# Kept to as times ----------------------------------------------------------------------------------------------------
+
+
 FRAMED = 1514 / 1448  # bytes on the wire for a byte of payload: TCP, IP and Ethernet have headers
 _FREE_FROM = struct.Struct("dd")  # from when on a link is free: up, down
 

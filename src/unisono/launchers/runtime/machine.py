@@ -23,6 +23,7 @@ __all__ = [
     "interface_of_address",
     "read_boot_id",
     "read_namespaces",
+    "read_start",
     "usable_cores",
 ]
 
@@ -117,6 +118,16 @@ def read_boot_id() -> str:
         return file.read().strip()
 
 
+def read_start(pid: int) -> int | None:
+    """When a process was started, in the kernel's count: it tells a process from a later one of the same number."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def read_namespaces(*kinds: str) -> list[str]:
     """The namespaces of this process: "net", "pid" and so on."""
     return [os.readlink(f"/proc/self/ns/{kind}") for kind in kinds]
@@ -157,6 +168,9 @@ def interface_of_address(address: str) -> str:
             if address_of_interface(name) == address:
                 return name
     return ""
+
+
+# -- waiting for a core -----------------------------------------------------------------------------------------------
 
 
 _TASKS = "/proc/self/task"

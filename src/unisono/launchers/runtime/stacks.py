@@ -232,6 +232,9 @@ def describe_together(workers: Sequence[WorkerStack], *, bare: bool = False) -> 
     return f"{len(ranks)} ranks ({listed}) {said}" if many else f"rank {ranks[0]} {said}"
 
 
+# Asked for by a signal -----------------------------------------------------------------------------------------------
+
+
 VARIABLE = "UNISONO_STACKS_FD"
 # Neither schedulers nor libraries use it. 0 where the system has no such signals: then nobody answers.
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
@@ -341,9 +344,6 @@ def list_children(pid: int) -> list[int]:
     return found
 
 
-_MOST = 200  # looks
-
-
 class StackFiles:
     """The files into which the workers of one host write their stacks, by place."""
 
@@ -384,6 +384,12 @@ class StackFiles:
         self._files.clear()
 
 
+# Where a slow rank spends its time -----------------------------------------------------------------------------------
+
+
+_MOST_LOOKS = 200
+
+
 class PlaceSampler:
     """Looks at one thread, every `interval_s`, until it is stopped or has looked often enough."""
 
@@ -402,7 +408,7 @@ class PlaceSampler:
         return max(counts, key=lambda place: counts[place]) if counts else ""
 
     def _look(self) -> None:
-        for _ in range(_MOST):
+        for _ in range(_MOST_LOOKS):
             if self._stopped.wait(self._interval_s):
                 return
             frame = sys._current_frames().get(self._thread)

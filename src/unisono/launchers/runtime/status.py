@@ -208,6 +208,9 @@ def report(kind: str, **fields: Any) -> None:
         os.write(int(os.environ["UNISONO_REPORT_FD"]), line.encode())
 
 
+# How the program ends ------------------------------------------------------------------------------------------------
+
+
 ENDED = "has ended its program"
 _noted = ""
 

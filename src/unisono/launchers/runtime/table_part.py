@@ -119,6 +119,9 @@ def _map_file(path: str) -> Any:
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
 
 
+# The agent's side ----------------------------------------------------------------------------------------------------
+
+
 class TableFiles:
     """The files of one part. `name` is what errors call the table."""
 

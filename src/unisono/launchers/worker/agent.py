@@ -27,7 +27,7 @@ from dataclasses import asdict
 from typing import Any
 
 from unisono.launchers import guard
-from unisono.launchers.engines.engine import AGENT
+from unisono.launchers.engines.engine import AGENT, UNREACHED
 from unisono.launchers.meeting import open_page, store_variables
 from unisono.launchers.processes import Command, Process, open_starter, threads_per_worker, worker_environment
 from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
@@ -41,9 +41,9 @@ from unisono.launchers.runtime.stacks import StackFiles
 from unisono.launchers.runtime.status import StatusPage
 from unisono.launchers.worker.program import die_with
 
-__all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "serve_worker"]
+__all__ = ["Agent", "OneWorkerAgent", "identity", "serve_worker"]
 
-UNREACHED, _DRAIN_S = 97, 10.0
+_DRAIN_S = 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _ON_LOSS = ((0.0, signal.SIGKILL),)
 _FRAMES = {"stdout": "o", "stderr": "e", "report": "r"}  # in which the contents of a worker's pipes travel

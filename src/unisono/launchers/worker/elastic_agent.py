@@ -23,13 +23,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.engines.engine import UNREACHED
 from unisono.launchers.runtime import membership
 from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.launch_env import Place
 from unisono.launchers.runtime.local_channel import LocalChannel
 from unisono.launchers.runtime.status import StatusPage
-from unisono.launchers.worker.agent import UNREACHED, Agent
+from unisono.launchers.worker.agent import Agent
 
 __all__ = ["ElasticAgent"]
 

@@ -278,6 +278,9 @@ class Hub:
             self._server.send(self._prompt, **fields)
 
 
+# The other ends ------------------------------------------------------------------------------------------------------
+
+
 TEXT_CHARACTERS = 200_000  # of one answer: a message fits into one frame
 
 
@@ -322,6 +325,9 @@ class HubConnection:
 def connect_to_hub(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 10.0) -> HubConnection:
     """A link to the hub; Unreachable where none of its addresses answers."""
     return HubConnection(connect(addresses, token, timeout_s=timeout_s))
+
+
+# How `unisono debug` finds a hub -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

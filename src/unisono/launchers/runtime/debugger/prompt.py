@@ -307,6 +307,9 @@ class Prompt:
             self._write(f"{show_ranks(late)}: no answer within {_ANSWER_S:g} s")
 
 
+# In this process's terminal or notebook ------------------------------------------------------------------------------
+
+
 class TerminalPrompt:
     """For the hub of this process; `open` is its `open_prompt`. Made where the terminal belongs to: its context."""
 

@@ -111,10 +111,6 @@ class EmulatedHosts:
         """Run a command on a host."""
         return subprocess.Popen(self.command(host, *command), env=dict(env), **options)
 
-    def set_link(self, host: int, how: str) -> None:
-        """Take a host's link `down`, or `up` again."""
-        subprocess.run(self.command(host, "ip", "link", "set", self.interface, how), check=True)
-
     def close(self) -> None:
         """Let go of the hosts: they end with their last process."""
         for sock in self.listeners:

@@ -12,7 +12,14 @@ import pytest
 from boost_functions import NAMES, check_model, table
 from engine_cases import EVERYTHING, right_loss, specs
 from engine_commands import Command, only, unisono_run
-from engine_functions import ROWS, descend, fail_on_rank_1, gradient_and_place, kill_the_engines_process, shares
+from engine_functions import (
+    ROWS,
+    descend,
+    fail_on_rank_1,
+    gradient_and_place,
+    kill_the_engines_process,
+    shares,
+)
 
 import unisono as un
 from unisono.tables.map_reduce import mapreduce

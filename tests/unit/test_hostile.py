@@ -17,7 +17,16 @@ import pytest
 import torch
 
 import unisono as un
-from hostile import Case, Folder, draw_checkpoints, draw_files, draw_states, judge_all, make_checkpoint, sum_manifest
+from hostile import (
+    Case,
+    Folder,
+    draw_checkpoints,
+    draw_files,
+    draw_states,
+    judge_all,
+    make_checkpoint,
+    sum_manifest,
+)
 from unisono.methods.spec import SpecError, build
 from unisono.packing import from_bytes, to_bytes, unpack
 from unisono.tables.estimators.formats import find_format

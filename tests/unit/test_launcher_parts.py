@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from unisono.launchers import fork_context, guard, processes
+from unisono.launchers import fork_context, forks, guard, processes
 from unisono.launchers.failures import Failure, first_failure
 from unisono.launchers.output import Lines, Output
 from unisono.launchers.runtime import status
+from unisono.launchers.runtime.local_channel import LocalChannel
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -167,6 +168,18 @@ def test_ones_own_group_may_be_among_the_supplementary_ones_or_not(monkeypatch):
         contexts.append(fork_context.process_context())
     assert contexts[0] == contexts[1]
     assert fork_context.find_difference(contexts[0], contexts[2]) == "users and groups"
+
+
+def test_a_fork_server_that_is_slow_is_not_taken_for_the_end_of_a_jobs_time(monkeypatch):
+    monkeypatch.setattr(forks, "_ANSWER_S", 0.01)
+    ours, theirs = LocalChannel.pair()
+    starter, command = forks.ForkStarter(ours), processes.Command(["train.py"], {})
+    with pytest.raises(RuntimeError, match="has not answered for 0.01 s; UNISONO_WARM=0"):
+        starter.fork(command, None)
+    with pytest.raises(TimeoutError):
+        starter.fork(command, 0.001)
+    starter.close()
+    theirs.close()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ __all__ = [
 
 _SERVER = Path(__file__).parent / "worker" / "fork_server.py"
 _PADDING = 512  # room for the names of runs, each of 24 digits; see _show_run in fork_server.py
-_ANSWER_S = 60.0  # a server that has just been started imports torch first
+_ANSWER_S = 600.0  # a server that has just been started imports torch first: a minute and more if the machine is busy
 
 
 class NoServer(Exception):
@@ -163,6 +163,11 @@ class ForkStarter:
             answer, fds = self._ask(command, streams, _ANSWER_S if timeout_s is None else min(_ANSWER_S, timeout_s))
         except BaseException as error:
             streams.close_ours()
+            if isinstance(error, TimeoutError) and (timeout_s is None or timeout_s > _ANSWER_S):
+                raise RuntimeError(
+                    f"the process that forks workers has not answered for {_ANSWER_S:g} s; UNISONO_WARM=0 starts each "
+                    "worker as a process of its own"
+                ) from None
             if not isinstance(error, NoServer):
                 raise
             self._channel.close()

@@ -174,7 +174,7 @@ def test_a_fork_server_that_is_slow_is_not_taken_for_the_end_of_a_jobs_time(monk
     monkeypatch.setattr(forks, "_ANSWER_S", 0.01)
     ours, theirs = LocalChannel.pair()
     starter, command = forks.ForkStarter(ours), processes.Command(["train.py"], {})
-    with pytest.raises(RuntimeError, match="has not answered for 0.01 s; UNISONO_WARM=0"):
+    with pytest.raises(RuntimeError, match=r"has not answered for 0\.01 s; UNISONO_WARM=0"):
         starter.fork(command, None)
     with pytest.raises(TimeoutError):
         starter.fork(command, 0.001)

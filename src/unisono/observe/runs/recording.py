@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from unisono.launchers.runtime import status
-from unisono.launchers.runtime.place import read_place
+from unisono.launchers.runtime.launch_env import read_place
 from unisono.launchers.runtime.run_folder import (
     FOLDER,
     FOLDER_ID,

@@ -22,7 +22,7 @@ from unisono.launchers.runtime.variables import read_observer_settings
 from unisono.methods.spec import describe
 from unisono.methods.strategy import Replica, Strategy, binding
 from unisono.observe.runs.backward import Losses, follow_backward, leave_backward
-from unisono.predict.compare.steps import STEP_FIELDS, Arrival
+from unisono.predict.compare.results import STEP_FIELDS, Arrival
 from unisono.world import World
 from unisono.world.ledger import Ledger, Row, Span
 

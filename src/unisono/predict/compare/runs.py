@@ -24,8 +24,7 @@ from typing import Any
 
 from unisono.launchers.runtime.machine import usable_cores
 from unisono.launchers.runtime.variables import name_observer
-from unisono.predict.compare.results import ONE_WORKER, Trial
-from unisono.predict.compare.steps import SMOOTHED, RankSteps, merge_ranks
+from unisono.predict.compare.results import ONE_WORKER, SMOOTHED, RankSteps, Trial, merge_ranks
 
 __all__ = ["NothingToCompare", "Planned", "Progress", "Request", "Runs", "list_runs", "start_launcher"]
 

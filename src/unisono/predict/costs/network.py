@@ -7,12 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from unisono.predict.costs.anatomy import Operation
-
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "exchange")
+Among = Literal["all", "inside", "across"]
 _HEAD_BYTES = 512  # what an exchange of objects sends at least
 _SEGMENT_BYTES = 256 << 10  # a chain passes a tensor on in such pieces
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective, and the bytes that each rank gives to it.
+
+    nbytes: the whole tensor for all_reduce, reduce_scatter and broadcast; a rank's own part for all_gather, send and
+        exchange; the sum of a rank's parts for all_to_all.
+    among: all ranks, those inside a host, or one of each host.
+    """
+
+    op: str
+    nbytes: int
+    among: Among = "all"
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ValueError(f"an operation is one of {', '.join(OPS)}, got {self.op!r}")
 
 
 class Link(NamedTuple):

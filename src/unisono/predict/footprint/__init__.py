@@ -10,11 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.methods.hybrid.factors import choose_sizes
-from unisono.predict.footprint.capacity import find_capacity
-from unisono.predict.footprint.facts import find_facts, format_error, trace_step
+from unisono.predict.footprint.facts import MeshShare, find_facts, format_error, share_facts, trace_step
 from unisono.predict.footprint.formula import StepMemory
-from unisono.predict.footprint.memory_report import Comparison, MemoryReport
-from unisono.predict.footprint.mesh_share import MeshShare, share_facts
+from unisono.predict.footprint.memory_report import Comparison, MemoryReport, find_capacity
 from unisono.predict.footprint.trace import Loss
 
 __all__ = ["Comparison", "MemoryReport", "memory"]

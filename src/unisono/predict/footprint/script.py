@@ -26,12 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from unisono.methods.hybrid import Mesh
 from unisono.methods.hybrid.factors import AXES, choose_sizes
 from unisono.methods.strategy import Replica, Strategy, binding
-from unisono.predict.footprint.capacity import find_capacity
-from unisono.predict.footprint.facts import estimate_from, find_facts, format_error
-from unisono.predict.footprint.live_bytes import LiveBytes
-from unisono.predict.footprint.memory_report import MemoryReport
-from unisono.predict.footprint.mesh_share import MeshShare, share_facts
-from unisono.predict.footprint.trace import make_fake, make_fake_mode
+from unisono.predict.footprint.facts import MeshShare, estimate_from, find_facts, format_error, share_facts
+from unisono.predict.footprint.memory_report import MemoryReport, find_capacity
+from unisono.predict.footprint.trace import LiveBytes, make_fake, make_fake_mode
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
 

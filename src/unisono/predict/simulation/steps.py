@@ -12,9 +12,8 @@ from unisono.methods.facts import Grade
 from unisono.predict.costs import Anatomy, Operation, Timing, replay
 from unisono.predict.simulation.cluster import Cluster
 from unisono.predict.simulation.methods import Method
-from unisono.predict.simulation.neighbours import simulate_neighbours
-from unisono.predict.simulation.servers import Service, simulate_servers
 from unisono.predict.simulation.stragglers import Floats, Stragglers
+from unisono.predict.simulation.waiting import Service, simulate_neighbours, simulate_servers
 from unisono.units import show_duration
 
 __all__ = ["Outcome", "draw_slowest_sums", "simulate_method"]

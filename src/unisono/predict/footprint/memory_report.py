@@ -7,21 +7,16 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.launchers.runtime.machine import host_bytes
 from unisono.methods.spec import build
-from unisono.methods.strategies.allreduce import allreduce
-from unisono.methods.strategies.shared import shared
-from unisono.methods.strategies.zero import zero
 from unisono.predict.footprint.formula import (
     HALF_BYTES,
-    SETTINGS,
     ModelFacts,
     Need,
-    Setting,
     compute_need,
     list_settings,
 )
@@ -147,7 +142,7 @@ class MemoryReport:
         """Every stage and placement, the fastest first."""
         half = self.facts.trainable_bytes > HALF_BYTES * self.facts.trainable
         settings = list_settings(self.replicas, device_is_host=self.machine.device is None, half=half)
-        needs = [(setting.spec, self._compute_need(setting)) for setting in settings]
+        needs = [(spec, self.need(spec)) for spec in settings]
         return [SettingRow(spec, need, describe_shortage(need, self.machine)) for spec, need in needs]
 
     def fits(self) -> list[str]:
@@ -156,14 +151,15 @@ class MemoryReport:
 
     def need(self, spec: str) -> Need:
         """What a worker needs under `spec`; settings that change nothing here may be in it."""
-        return self._compute_need(_read_setting(spec))
-
-    def _compute_need(self, setting: Setting) -> Need:
+        pattern = build(spec, kind="strategy").pattern()
+        if pattern.keeps is None:
+            raise ValueError(f"memory is known for allreduce with any reducer, shared and zero, got {spec!r}")
         # On one host all cores compute: what is exchanged waits (see `overlap_pays`).
         apart = self.machine.device is not None
         overlap = apart or self.workers > self.machine.workers
         near = max(1, min(self.replicas, self.machine.workers // self.mesh[0]))  # of the data axis, on one host
-        return compute_need(self.facts, setting, self.replicas, overlap=overlap, apart=apart, per_host=near)
+        options: Any = {"overlap": overlap, "apart": apart, "per_host": near, "reducer": pattern.reducer}
+        return compute_need(self.facts, pattern.keeps, self.replicas, **options)
 
     def compare(self, spec: str, **measured: int | None) -> Comparison:
         """Predicted against measured: `compare("zero(stage=2)", device=peak_bytes, host=..., disk=...)`."""
@@ -280,14 +276,3 @@ def _list_demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, in
             ("host memory", needed.host * many, there.host, many),
         ]
     return [*host, ("disk", needed.disk * many, there.disk, many)]
-
-
-def _read_setting(spec: str) -> Setting:
-    """The setting that a spec means here; what it leaves out is the strategy's own default."""
-    strategy = build(spec)
-    if isinstance(strategy, zero):
-        return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
-    if not isinstance(strategy, allreduce | shared):
-        raise ValueError(f"memory is known for allreduce with any reducer, shared and zero, got {spec!r}")
-    name: Literal["allreduce", "shared"] = "shared" if isinstance(strategy, shared) else "allreduce"
-    return Setting(name, accumulate=strategy.accumulate, reducer=strategy.reducer)

@@ -6,10 +6,12 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from unisono.tables.boost.rank_rows import RankRows
 from unisono.world import World
+
+if TYPE_CHECKING:
+    from unisono.tables.boost.boosting_worker import RankRows
 
 __all__ = ["BoostSettings", "EvalSets", "LazyModule", "Library", "TrainedModel", "find_library"]
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from unisono.tables.map_reduce.rounds import Ask, Round
+from unisono.tables.map_reduce.map_reduce import Ask, Round
 from unisono.world import World, probe
 from unisono.world.ledger import Sent
 from unisono.world.probe import take_slowest

@@ -23,7 +23,7 @@ from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.spark import is_frame, is_rdd
 from unisono.launchers.table_files import arrow_columns
 from unisono.tables.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
-from unisono.tables.map_reduce.rounds import MapReduce, Round
+from unisono.tables.map_reduce.map_reduce import MapReduce, Round
 from unisono.tables.map_reduce.worker_data import join_batches, split
 
 __all__ = ["run"]

@@ -67,10 +67,6 @@ class Anatomy:
         """The operations of all jobs, in order."""
         return [operation for job in self.jobs for operation in job.operations]
 
-    def quantile(self, q: float) -> float:
-        """A quantile of compute_s over steps and ranks."""
-        return quantile(self.samples_s or (self.compute_s,), q)
-
     def slowed(self, times: float, *, work: float | None = None) -> Anatomy:
         """The same step where compute takes `times` as long, and the jobs' own work `work` times (None: as compute)."""
         if times == 1.0:
@@ -203,7 +199,8 @@ def predict(anatomy: Anatomy, network: Network) -> Prediction:
     middle = replay(anatomy, network)
     ends = []
     for q, sign in ((0.1, -1), (0.9, 1)):
-        times = anatomy.quantile(q) / anatomy.quantile(0.5) if anatomy.samples_s else 1.0
+        samples = anatomy.samples_s or (1.0,)
+        times = quantile(samples, q) / quantile(samples, 0.5)
         slower = 1 + sign * network.spread
         ends.append(middle.compute * times + middle.exposed * slower + middle.compression * times)
     return Prediction(middle, min(ends[0], middle.total), max(ends[1], middle.total))

@@ -31,11 +31,12 @@ from unisono.predict.footprint.trace import (
 def find_facts(
     model: nn.Module,
     optimizer: Optimizer,
+    share: MeshShare,
     *,
     step_memory: StepMemory | None = None,
     backwards: int = 1,
 ) -> tuple[ModelFacts, list[str]]:
-    """The facts, and what could not be found, in words."""
+    """The facts of a worker's share, and what could not be found, in words."""
     left_out: list[str] = []
     params = list(model.parameters())
     trainable = [p for p in params if p.requires_grad]
@@ -48,7 +49,9 @@ def find_facts(
             f"the state of {type(optimizer).__name__}: its step does not run on fake tensors ({format_error(error)})"
         )
     seen = {id(b): b for b in model.buffers()}
-    return ModelFacts(
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    shapes = [(name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in named]
+    facts = ModelFacts(
         trainable=sum(p.numel() for p in trainable),
         trainable_bytes=sum(p.nbytes for p in trainable),
         frozen=sum(p.numel() for p in frozen),
@@ -58,26 +61,26 @@ def find_facts(
         state_bytes=state.element_bytes,
         state_other_bytes=state.other_bytes,
         step_bytes=state.step_bytes,
-        units_by_size=measure_units_by_size(model),
-        units_by_module=measure_units_by_module(model),
+        units_by_size=_measure_units_by_size(model),
+        units_by_module=_measure_units_by_module(model),
         step_memory=step_memory,
         device="cpu" if params[0].is_meta else params[0].device.type,
         backwards=backwards,
-        shapes=tuple((name, _without_memory(p)) for name, p in model.named_parameters() if p.requires_grad),
-    ), left_out
+        shapes=tuple((name, nn.Parameter(x, requires_grad=False)) for name, x in shapes),
+    )
+    if (share.tensor, share.pipeline) == (1, 1):
+        return facts, left_out
+    facts, notes = _share_facts(facts, model, share)
+    return facts, [*left_out, *notes]
 
 
-def _without_memory(param: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
-
-
-def measure_units_by_size(model: nn.Module) -> UnitSizes:
+def _measure_units_by_size(model: nn.Module) -> UnitSizes:
     """Sizes of the units that stages 1 and 2 of zero reduce."""
     units = units_by_size(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     return UnitSizes(0, tuple(sorted((u.numel for u in units), reverse=True)), _count_waiting(units))
 
 
-def measure_units_by_module(model: nn.Module) -> UnitSizes:
+def _measure_units_by_module(model: nn.Module) -> UnitSizes:
     """Sizes of the units that stage 3 of zero gathers and reduces."""
     units = units_by_module(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     sizes: dict[nn.Module | None, int] = {None: 0}
@@ -145,7 +148,7 @@ class MeshShare:
         return min(self.microbatches * per_rank, held) / per_rank
 
 
-def share_facts(facts: ModelFacts, model: nn.Module, share: MeshShare) -> tuple[ModelFacts, list[str]]:
+def _share_facts(facts: ModelFacts, model: nn.Module, share: MeshShare) -> tuple[ModelFacts, list[str]]:
     """The facts of one rank of a mesh, and notes on what they leave out.
 
     Layers of `un.tensor_plan` are divided by the tensor axis, all of it by the pipeline axis (stages of equal size). A

@@ -217,18 +217,14 @@ class MemoryReport:
         lines += format_rows(rows_shown, left=(1, 2))
         if len(fitting) > _BEST:
             lines.append(f"  and {len(fitting) - _BEST} more: report.fits() has all of them")
-        return "\n".join([*lines, *self._suggest_more(fitting[0].spec)])
-
-    def _suggest_more(self, best: str) -> list[str]:
-        """Hints on settings that may be added to the best one."""
-        if "params_on" in best or self.machine.device is None:
-            return []
-        if 'optimizer_on="cpu"' in best:
-            there = show_size(self.machine.device)
-            return [f'add device_memory="{there}" to it, and as much of the state as fits stays on the device']
-        if 'optimizer_on="disk"' in best:
-            return ['add host_memory="..." to it, and as much of the state stays in the host\'s memory']
-        return []
+        best = fitting[0].spec
+        if self.machine.device is not None and "params_on" not in best:
+            if 'optimizer_on="cpu"' in best:
+                there = show_size(self.machine.device)
+                lines.append(f'add device_memory="{there}" to it, and as much of the state as fits stays on the device')
+            elif 'optimizer_on="disk"' in best:
+                lines.append('add host_memory="..." to it, and as much of the state stays in the host\'s memory')
+        return "\n".join(lines)
 
     def _format_total(self, n: Need) -> str:
         if self.machine.device is None:
@@ -237,7 +233,11 @@ class MemoryReport:
         return ", ".join(f"{show_size(x)} {where}" for x, where in parts if x)
 
     def _explain_no_fit(self, rows: Sequence[SettingRow]) -> str:
-        least = min(rows, key=lambda row: compute_excess(row.need, self.machine))
+        def excess(row: SettingRow) -> float:
+            """By what factor the scarcest resource is exceeded."""
+            return max(wanted / max(1, has) for _, wanted, has, _ in _list_demands(row.need, self.machine))
+
+        least = min(rows, key=excess)
         lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.shortage}."]
         if least.need.activations > least.need.device / 2:
             lines.append(
@@ -259,11 +259,6 @@ def describe_shortage(needed: Need, there: Capacity) -> str:
             each = f" for {many} workers" if many > 1 else ""
             parts.append(f"{show_size(wanted - has)} of {name} (needs {show_size(wanted)}{each}, has {show_size(has)})")
     return " and ".join(parts)
-
-
-def compute_excess(needed: Need, there: Capacity) -> float:
-    """By what factor the scarcest resource is exceeded."""
-    return max(wanted / max(1, has) for _, wanted, has, _ in _list_demands(needed, there))
 
 
 def _list_demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, int]]:

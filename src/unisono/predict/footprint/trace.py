@@ -69,7 +69,8 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _SCALAR and isinstance(args[0], FakeTensor):
-            return _make_scalar(args[0].dtype, self.scalar)
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else float(self.scalar) if dtype.is_floating_point else self.scalar
         if not self.counting:
             return func(*args, **(kwargs or {}))
         for tensor in _iterate_tensors((args, kwargs)):
@@ -96,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         self._without_gradients_narrow += entry.narrow
         self._update_peaks()
 
-    def mark_gradient(self, tensor: Tensor) -> None:
+    def _mark_gradient(self, tensor: Tensor) -> None:
         """`tensor` is a parameter's gradient, and complete."""
         self.count(tensor)
         entry = self._find_entry(tensor)
@@ -114,7 +115,7 @@ class LiveBytes(TorchDispatchMode):
             if self.counting:
                 self.backwards[param] += 1
                 if param.grad is not None and not param.grad.is_sparse:
-                    self.mark_gradient(param.grad)
+                    self._mark_gradient(param.grad)
 
         return [p.register_post_accumulate_grad_hook(complete) for p in params if p.requires_grad]
 
@@ -173,12 +174,6 @@ def _iterate_tensors(tree: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             yield leaf
-
-
-def _make_scalar(dtype: torch.dtype, scalar: int) -> bool | int | float:
-    if dtype == torch.bool:
-        return False
-    return float(scalar) if dtype.is_floating_point else scalar
 
 
 Loss = Callable[[Any, Any], Tensor]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -111,25 +111,17 @@ def _explain(measured: Measured, network: Network, ranked: Sequence[Ranked]) -> 
 
 def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None:
     """At which bandwidth another method becomes the first."""
-    first = ranked[0]
-    here = network.link.bits_per_s
-    where = "links" if network.hosts > 1 else "memory"
-    found: list[tuple[float, str, bool]] = []
+    here, first = network.link.bits_per_s, ranked[0].method.anatomy
+    found: list[tuple[float, str]] = []
     for other in ranked[1:]:
-        a, b = first.method.anatomy, other.method.anatomy
-        if a is None or b is None:
-            continue
-        at = find_crossing(a, b, network)
-        if at is not None:
-            found.append((at, other.spec, at > here))
-    above = min((f for f in found if f[2]), default=None)
-    below = max((f for f in found if not f[2]), default=None)
-    words = []
-    if above is not None:
-        words.append(f"above {show_bits(above[0])} {above[1]} wins")
-    if below is not None:
-        words.append(f"below {show_bits(below[0])} {below[1]} wins")
-    return f"{where.capitalize()} of {show_bits(here)} now; {'; '.join(words)}." if words else None
+        if first is not None and other.method.anatomy is not None:
+            at = find_crossing(first, other.method.anatomy, network)
+            found += [(at, other.spec)] if at is not None else []
+    above, below = [f for f in found if f[0] > here], [f for f in found if f[0] <= here]
+    nearest = [("above", min(above, default=None)), ("below", max(below, default=None))]
+    words = [f"{side} {show_bits(edge[0])} {edge[1]} wins" for side, edge in nearest if edge is not None]
+    where = "Links" if network.hosts > 1 else "Memory"
+    return f"{where} of {show_bits(here)} now; {'; '.join(words)}." if words else None
 
 
 def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | None:
@@ -140,25 +132,17 @@ def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | N
         return replay(first, there).total - replay(other, there).total  # above 0: the other wins
 
     here = network.link.bits_per_s
-    for direction in (1, -1):
-        edge = _search(gap, here, direction)
-        if edge is not None:
-            return edge
-    return None
-
-
-def _search(gap: Callable[[float], float], here: float, direction: int) -> float | None:
-    """Go away from `here` by factors of two until the gap is above 0, then halve the interval."""
-    near, far = here, here
     if gap(here) > 0:
         return None
-    while _SLOWEST < far < _FASTEST:
-        near, far = far, far * 2.0**direction
-        if gap(far) > 1e-6:
-            for _ in range(30):
-                middle = math.sqrt(near * far)
-                near, far = (near, middle) if gap(middle) > 1e-6 else (middle, far)
-            return far
+    for direction in (1, -1):  # go away from here by factors of two until the gap is above 0, then halve the interval
+        far = here
+        while _SLOWEST < far < _FASTEST:
+            near, far = far, far * 2.0**direction
+            if gap(far) > 1e-6:
+                for _ in range(30):
+                    middle = math.sqrt(near * far)
+                    near, far = (near, middle) if gap(middle) > 1e-6 else (middle, far)
+                return far
     return None
 
 
@@ -185,8 +169,8 @@ def _advise_batch(measured: Measured, first: Ranked) -> list[str]:
     said.append(
         f"Where memory is short, accumulate={times} has the same effect: {_with_accumulation(first.spec, times)}."
     )
-    rule = "the square root of the batch" if "adam" in measured.optimizer.lower() else "the batch"
-    factor = math.sqrt(times) if "adam" in measured.optimizer.lower() else times
+    adam = "adam" in measured.optimizer.lower()
+    rule, factor = ("the square root of the batch", math.sqrt(times)) if adam else ("the batch", times)
     if measured.learning_rate is not None:
         said.append(
             f"The learning rate usually grows with {rule}: {measured.learning_rate:g} would become "
@@ -325,17 +309,15 @@ def plan_to_dict(measured: Measured, choice: Choice) -> dict[str, Any]:
 
 
 def _row_to_dict(row: Ranked, allowed: bool) -> dict[str, Any]:
-    timing = row.prediction.timing
+    timing, low, high = row.prediction
+    parts = asdict(timing)
     return {
         "spec": row.spec,
         "allowed": allowed,
-        "seconds": timing.total,
-        "low": row.prediction.low,
-        "high": row.prediction.high,
-        "compute": timing.compute,
-        "exposed": timing.exposed,
-        "hidden": timing.hidden,
-        "compression": timing.compression,
+        "seconds": parts.pop("total"),
+        "low": low,
+        "high": high,
+        **parts,
         "bytes_sent": row.method.bytes_sent,
         "memory_bytes": row.method.memory_bytes,
         "grade": row.method.convergence.grade,

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -155,7 +156,9 @@ class MeasurementPlan:
         self.measured.links = [vars(link) for link in links]
         predicted = [c for c in self._candidates if not c.unpredicted and not c.is_of_torch]
         for i, candidate in enumerate(predicted):
-            if (left_s := self._find_left_s()) <= 0:
+            left_s = self.settings.budget_s - self._before_s - (time.monotonic() - self._began)
+            left_s = float(self.world.broadcast_object(left_s))
+            if left_s <= 0:
                 self._add(candidate, why=f"not measured: the {self.settings.budget_s:g} s of --budget were over")
             else:
                 self._tell(f"{candidate.spec} ({i + 1} of {len(predicted)})")
@@ -253,8 +256,7 @@ class MeasurementPlan:
         peak = _read_peak(self.world.device)
         mine = [_to_anatomy(candidate, step, self.world.size, self._bare_s).to_dict() for step in taken]
         everyone = self.world.gather_objects({"steps": mine, "walls": [step.wall_s for step in taken], "peak": peak})
-        anatomy = _choose_anatomy(everyone)
-        self._add(candidate, anatomy=anatomy, memory=max(each["peak"] for each in everyone))
+        self._add(candidate, anatomy=_choose_anatomy(everyone), memory=max(each["peak"] for each in everyone))
 
     def _verify(self) -> Iterator[None]:
         """For real, in turn; the first step after each change does not count."""
@@ -299,12 +301,23 @@ class MeasurementPlan:
 
     def _bind(self, strategy: Strategy, world: World) -> Replica:
         """Begin with a method where the snapshot was taken."""
-        self._close_inner()
-        self._restore()
-        scaler = self.replica.inner.scaler
+        inner = self.replica.inner
+        if not inner.is_closed:
+            inner.restore()
+            inner.close()
+            if inner.world is not self.world:
+                inner.world.close()
+        assert self._snapshot is not None, "taken before any method is bound"
+        values, state = self._snapshot
+        with torch.no_grad():
+            mine = self.model.state_dict()
+            for name, value in values.items():
+                mine[name].copy_(value)
+        self.optimizer.load_state_dict(copy.deepcopy(state))
+        self.optimizer.zero_grad(set_to_none=True)
         replica = strategy.bind(self.model, self.optimizer, world)
-        if scaler is not None:
-            replica.watch(scaler)
+        if inner.scaler is not None:
+            replica.watch(inner.scaler)
         return replica
 
     def _go_quiet(self) -> None:
@@ -312,50 +325,16 @@ class MeasurementPlan:
         quiet: Strategy = build("allreduce", kind="strategy")
         self.replica.replace(lambda: self._bind(quiet, World(device=self.world.device)))
 
-    def _close_inner(self) -> None:
-        inner = self.replica.inner
-        if not inner.is_closed:
-            inner.restore()
-            inner.close()
-            if inner.world is not self.world:
-                inner.world.close()
-
-    @torch.no_grad()
-    def _restore(self) -> None:
-        assert self._snapshot is not None, "taken before any method is bound"
-        values, state = self._snapshot
-        mine = self.model.state_dict()
-        for name, value in values.items():
-            mine[name].copy_(value)
-        self.optimizer.load_state_dict(copy.deepcopy(state))
-        self.optimizer.zero_grad(set_to_none=True)
-
     def _silence(self, trace: Trace) -> World:
         """A copy of this world in which messages take no time; `trace` hears of every operation."""
-        real = self.world
-        shared = real.transport is not None and real.transport.name == "shared memory"
-        messages = real.transport is not None and real.transport.name == "messages"
-
-        def transport() -> SilentTransport:
-            return SilentTransport(
-                real.rank, real.size, trace.listen, hosts=real.hosts, by_messages=messages, posts=shared
-            )
-
-        return World(
-            transport(),
-            device=real.device,
-            hosts=real.hosts,
-            ledger=Ledger(real.rank),
-            accelerated=transport() if real.has_nccl else None,
-            name="silent",
-        )
+        real, name = self.world, self.world.transport.name if self.world.transport is not None else ""
+        how: Any = {"hosts": real.hosts, "by_messages": name == "messages", "posts": name == "shared memory"}
+        make = partial(SilentTransport, real.rank, real.size, trace.listen, **how)
+        options: Any = {"device": real.device, "hosts": real.hosts, "ledger": Ledger(real.rank), "name": "silent"}
+        return World(make(), accelerated=make() if real.has_nccl else None, **options)
 
     def _add(self, candidate: Candidate, *, anatomy: Anatomy | None = None, memory: int = 0, why: str = "") -> None:
         self.measured.methods.append(MeasuredMethod(candidate.spec, candidate.convergence, anatomy, memory, why))
-
-    def _find_left_s(self) -> float:
-        left_s = self.settings.budget_s - self._before_s - (time.monotonic() - self._began)
-        return float(self.world.broadcast_object(left_s))
 
     def _settle(self) -> None:
         if self.world.device.type == "cuda":

@@ -12,7 +12,7 @@ import numpy as np
 from unisono.predict.costs import Link, Network, Operation
 from unisono.predict.costs.network import OPS
 from unisono.predict.simulation.stragglers import EVEN, Stragglers
-from unisono.units import show_duration
+from unisono.units import as_json, show_duration
 
 _FAILURES = 2000  # that a simulation sees
 _MEASURED_RECOVERY_S = 0.13  # from a worker's end to the next step: benchmarks/results, "faults"
@@ -237,19 +237,10 @@ class Cluster:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        links = {
-            name: {
-                "latency_s": link.latency_s,
-                "bits_per_s": link.bits_per_s if math.isfinite(link.bits_per_s) else None,
-            }
-            for name, link in (("between", self.between), ("inside", self.inside))
-        }
-        plain = {
-            name: getattr(self, name) for name in ("per_host", "cores", "threads", "rack_hosts", "oversubscription")
-        }
+        names = ("per_host", "cores", "threads", "rack_hosts", "oversubscription")
         return {
-            **plain,
-            **links,
+            **{name: getattr(self, name) for name in names},
+            **{name: as_json(getattr(self, name)._asdict()) for name in ("between", "inside")},
             "stragglers": self.stragglers.as_json(),
             "failures": self.failures.as_json(),
             "measured_network": self.measured is not None,

@@ -146,13 +146,8 @@ class Workload:
     def __post_init__(self) -> None:
         count = max(8, 2 * math.ceil(4 * self.parameters / BUCKET_BYTES))
         side = max(1, round(math.sqrt(self.parameters / count)))
-        params = [
-            (
-                str(i),
-                torch.nn.Parameter(torch.empty(side, side, dtype=torch.float32, device="meta"), requires_grad=False),
-            )
-            for i in range(count)
-        ]
+        matrix = torch.empty(side, side, dtype=torch.float32, device="meta")
+        params = [(str(i), torch.nn.Parameter(matrix, requires_grad=False)) for i in range(count)]
         groups = group_into_buckets(params, BUCKET_BYTES)
         self.buckets: list[Shapes] = [tuple(tuple(p.shape) for _, p in group) for group in groups]
 
@@ -183,25 +178,25 @@ class Workload:
         jobs = []
         for ready_s, bucket in self._backward():
             operations, work_s = self.reduce(reducer, ranks, bucket)
-            jobs.append(Job(self.compute_s if at_end else ready_s, work_s, operations, due_s=self._due(at_end)))
+            due_s = self.compute_s if at_end else _BACKWARD[1] * self.compute_s
+            jobs.append(Job(self.compute_s if at_end else ready_s, work_s, operations, due_s=due_s))
         return jobs
 
     def _split(self, ranks: int, gathers: int) -> list[Job]:
         """Split parameters: gradients are reduced to shards in backward; values are gathered before forward and, if
         they are gathered twice, again before backward."""
-        end, forward = _BACKWARD[0] * self.compute_s, []
-        at = 0.0
+        end, jobs, at = _BACKWARD[0] * self.compute_s, list[Job](), 0.0
         for bucket in reversed(self.buckets):
             nbytes = _count_bytes(bucket)
-            forward.append(Job(0.0, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=at))
+            jobs.append(Job(0.0, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=at))
             at += end * nbytes / self.model_bytes
-        jobs = list(forward)
         before = end
         for ready_s, bucket in self._backward():
             nbytes = _count_bytes(bucket)
             if gathers > 1:
                 jobs.append(Job(end, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=before))
-            jobs.append(Job(ready_s, 0.0, (Operation("reduce_scatter", nbytes),), due_s=self._due(False)))
+            due_s = _BACKWARD[1] * self.compute_s
+            jobs.append(Job(ready_s, 0.0, (Operation("reduce_scatter", nbytes),), due_s=due_s))
             before = ready_s
         return jobs
 
@@ -213,9 +208,6 @@ class Workload:
             done += _count_bytes(bucket)
             found.append((begin + (end - begin) * done / self.model_bytes, bucket))
         return found
-
-    def _due(self, at_end: bool) -> float:
-        return self.compute_s if at_end else _BACKWARD[1] * self.compute_s
 
 
 def make_method(spec: str, workload: Workload) -> Method:

@@ -4,7 +4,6 @@ next."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,20 +56,9 @@ def _describe_link(link: Link) -> str:
 
 
 def _write_scales(study: Study) -> str:
-    head = [
-        "workers",
-        "method",
-        "training",
-        "step",
-        "compute",
-        "network",
-        "compress",
-        "waiting",
-        "speed-up",
-        "efficiency",
-    ]
+    columns = ("step", "compute", "network", "compress", "waiting", "speed-up", "efficiency")
     failing = any(o.kept < 1 for rows in study.outcomes.values() for o in rows.values())
-    lines = [[*head, *(["kept"] if failing else [])]]
+    lines = [["workers", "method", "training", *columns, *(["kept"] if failing else [])]]
     for workers in study.workers:
         ranked = [o for o in study.rank(workers) if not o.problem]
         shown = ranked[:_SHOWN]
@@ -119,13 +107,10 @@ def _explain_best(study: Study) -> list[str]:
                 stretches[-1][1].append(n)
             else:
                 stretches.append((spec, [n]))
-        said = "; ".join(f"{spec} ({_write_range(scales)})" for spec, scales in stretches)
+        ends = [(spec, f"{n[0]:,} to {n[-1]:,}" if len(n) > 1 else f"{n[0]:,}") for spec, n in stretches]
+        said = "; ".join(f"{spec} ({scales})" for spec, scales in ends)
         lines.append(f"{words[name]}: {said}")
     return lines
-
-
-def _write_range(scales: Sequence[int]) -> str:
-    return f"{scales[0]:,} to {scales[-1]:,}" if len(scales) > 1 else f"{scales[0]:,}"
 
 
 def _explain_purchases(study: Study) -> list[str]:

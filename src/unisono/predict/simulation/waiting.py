@@ -79,9 +79,8 @@ def simulate_servers(
 
     staleness: windows that a worker may be ahead of the slowest; None: any.
     """
-    if staleness == 0:
-        return _simulate_rounds(service, compute_s, stragglers, workers, steps, rng)
-    return _simulate_pushes(service, compute_s, stragglers, workers, steps, rng, staleness)
+    given = (service, compute_s, stragglers, workers, steps, rng)
+    return _simulate_rounds(*given) if staleness == 0 else _simulate_pushes(*given, staleness)
 
 
 def _simulate_rounds(

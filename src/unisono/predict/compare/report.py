@@ -18,7 +18,7 @@ from unisono.observe.pages import Bars, Lines, Pairs, Section, Series, Table, wr
 from unisono.predict.compare.results import ONE_WORKER, PARTS, SMOOTHED, WARM_UP, Comparison, Row, Trial, smooth
 from unisono.predict.compare.runs import Request, Runs
 from unisono.text_table import format_rows
-from unisono.units import show_bytes, show_ms, show_s
+from unisono.units import show_bytes, show_ms, show_number, show_s
 
 _SHORT = {
     "compute": "compute",
@@ -53,9 +53,9 @@ def cells(row: Row, found: Comparison) -> list[str]:
     texts.append("-" if row.speed_up is None else f"{row.speed_up:.2f}")
     texts.append("-" if row.efficiency is None else f"{row.efficiency:.0%}")
     if found.equal_time_s is not None:
-        texts.append("-" if row.loss_at_time is None else f"{row.loss_at_time:.4g}")
+        texts.append(show_number(row.loss_at_time))
     if found.equal_samples is not None:
-        texts.append("-" if row.loss_at_samples is None else f"{row.loss_at_samples:.4g}")
+        texts.append(show_number(row.loss_at_samples))
     if found.target is not None:
         texts.append(_target(row))
     return texts
@@ -138,13 +138,16 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
     how_far = [f"{request.steps} steps"] if request.steps else []
     how_far += [f"until loss {request.target:g}"] if request.target is not None else []
     how_far += [f"at most {request.time_s:g} s"] if request.time_s else []
+    links = "none: all workers are on this machine, and share its memory"
+    if runs.links:  # as the first run measured them; those of later runs are in their run.log
+        links = "; ".join(runs.links[0]) + (f" (the first of {len(runs.links)} runs)" if len(runs.links) > 1 else "")
     about = {
         "script": shlex.join(request.program),
         "methods": ", ".join(request.strategies),
         "last run": f"UNISONO_STRATEGY={shlex.quote(runs.planned[len(runs.commands) - 1].spec)} {runs.commands[-1]}",
         "each run": ", ".join(how_far) or "to the script's own end",
         "rounds": str(request.rounds),
-        "links": _describe_links(runs.links),
+        "links": links,
         "threads a worker": str(runs.threads),
         "machine": f"{platform.machine()}, {usable_cores()} cores, {platform.system()} {platform.release()}",
         "versions": ", ".join([f"Python {platform.python_version()}", *map(_find_version, ("unisono", "torch"))]),
@@ -154,13 +157,6 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
     if curve is not None:
         about["model"] = f"{curve.about['parameters']:,} parameters, on {curve.about['device']}"
     return about
-
-
-def _describe_links(said: Sequence[Sequence[str]]) -> str:
-    """The emulated links as the first run measured them; those of later runs are in their run.log."""
-    if not said:
-        return "none: all workers are on this machine, and share its memory"
-    return "; ".join(said[0]) + (f" (the first of {len(said)} runs)" if len(said) > 1 else "")
 
 
 def _find_version(name: str) -> str:

@@ -194,7 +194,11 @@ def compare(trials: Sequence[Trial], target: float | None = None) -> Comparison:
     for key, group in groups.items():
         if not rows[key].failed:
             _place(rows[key], [trial.curve for trial in group], found)
-    _speed_up(found.rows)
+    base = next((row.samples_a_second for row in found.rows if row.workers == 1), None)
+    for row in found.rows:  # the ratio of the times that the same samples take: one worker's over each row's
+        if base and row.samples_a_second is not None:
+            row.speed_up = row.samples_a_second / base
+            row.efficiency = row.speed_up / row.workers
     _judge(found)
     return found
 
@@ -294,15 +298,6 @@ def _place(row: Row, curves: Sequence[Curve], found: Comparison) -> None:
 
     row.loss_at_time = middle(lambda curve: curve.times, found.equal_time_s)
     row.loss_at_samples = middle(lambda curve: curve.samples, found.equal_samples)
-
-
-def _speed_up(rows: Sequence[Row]) -> None:
-    """The ratio of the times that the same samples take: one worker's over each row's."""
-    base = next((row.samples_a_second for row in rows if row.workers == 1), None)
-    for row in rows:
-        if base and row.samples_a_second is not None:
-            row.speed_up = row.samples_a_second / base
-            row.efficiency = row.speed_up / row.workers
 
 
 # What was found ----------------------------------------------------------------------------------------------------

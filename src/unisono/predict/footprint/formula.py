@@ -105,6 +105,9 @@ class ModelFacts:
         return round(kept * self.trainable / sum(x.numel() for _, x in self.shapes))  # of a mesh: of a rank's part
 
 
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")  # on the device
+
+
 @dataclass(frozen=True)
 class Need:
     """Bytes of one worker: on its device by kind, on its host, on disk."""
@@ -120,7 +123,7 @@ class Need:
     @property
     def device(self) -> int:
         """Bytes on the device at the peak."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+        return sum(getattr(self, kind) for kind in KINDS)
 
 
 def compute_need(

@@ -15,6 +15,7 @@ from unisono.launchers.runtime.machine import host_bytes
 from unisono.methods.spec import build
 from unisono.predict.footprint.formula import (
     HALF_BYTES,
+    KINDS,
     ModelFacts,
     Need,
     compute_need,
@@ -173,9 +174,8 @@ class MemoryReport:
 
     def table(self) -> str:
         """All settings, a line each, in bytes of one worker; 16-bit moments only where nothing else fits."""
-        kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
         with_host = self.machine.device is not None
-        head = ["setting", *kinds, "device", *(["host"] if with_host else []), "disk", "fits"]
+        head = ["setting", *KINDS, "device", *(["host"] if with_host else []), "disk", "fits"]
         if not with_host:
             head[head.index("device")] = "memory"
         lines: list[list[str]] = [head]
@@ -185,7 +185,7 @@ class MemoryReport:
         for row in rows if only_these else plain:
             n = row.need
             total = [n.device, n.host] if with_host else [n.device + n.host]
-            numbers = [*(getattr(n, kind) for kind in kinds), *total, n.disk]
+            numbers = [*(getattr(n, kind) for kind in KINDS), *total, n.disk]
             lines.append([row.spec, *(show_size(x) for x in numbers), "no" if row.shortage else "yes"])
         return "\n".join(format_rows(lines))
 

@@ -193,11 +193,11 @@ def _compare_parameters(one: Observed, several: Observed, start: Mapping[str, Te
     steps = one.notes[0]["steps"], several.notes[0]["steps"]
     if not names or steps[0] != steps[1]:
         return gradients
-    off = {}
-    moved = {name: one.parameters[name].double() - start[name].double() for name in names}
+    moved, theirs = (
+        {name: world.parameters[name].double() - start[name].double() for name in names} for world in (one, several)
+    )
     whole = float(torch.cat([x.flatten() for x in moved.values()]).norm())
-    for name in names:
-        off[name] = _distance(moved[name], several.parameters[name].double() - start[name].double(), whole)
+    off = {name: _distance(moved[name], theirs[name], whole) for name in names}
     worst = max(off, key=lambda name: off[name])
     text = f"after {steps[0]} steps, {worst} differs most: by {off[worst]:.1e} of how far it has moved"
     if off[worst] <= _MOVED:
@@ -250,7 +250,7 @@ def compare_worlds(request: SmallRequest, show: Callable[[str], None] = lambda t
         try:
             status = _run(request, workers, folder)
         except BaseException:  # interrupted: nobody is told of the folder
-            _remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
         found = _read(folder / f"with-{workers}", workers)
         if status != 0 or found is None:
@@ -266,7 +266,7 @@ def compare_worlds(request: SmallRequest, show: Callable[[str], None] = lambda t
     heads = {True: "they agree", False: "they differ", None: "it cannot be told whether they agree"}
     steps = min(int(one.notes[0]["steps"]), int(several.notes[0]["steps"]))
     head = f"one worker and {request.workers}, {spec}, {steps} steps each: {heads[verdict.agrees]}"
-    _remove(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return SmallVerdict("\n".join([head, *(f"  {line}" for line in verdict.lines)]), int(verdict.agrees is False))
 
 
@@ -310,7 +310,3 @@ def _read(folder: Path, workers: int) -> Observed | None:
         for name in ("gradients", "parameters")
     }
     return Observed(notes, means, tensors["gradients"], tensors["parameters"])
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

@@ -208,13 +208,7 @@ class LightGBM(_SharedModel):
     min_child_samples acts slightly otherwise (min_child_weight does not).
 
     Arguments:
-        task: "regression" or "classification".
-        n_estimators: rounds of boosting.
-        workers: launch so many local workers; None: the world that this process is in.
-        on: launch them there, as in `un.launch`.
-        own_rows: in a running world each rank gives rows of its own; False: all give the same table, and each rank
-            takes its part.
-        timeout_s: a rank that is silent for so long is an error on all others.
+        task, n_estimators, workers, on, own_rows, timeout_s: as of `XGBoost`.
         **params: LightGBM's own settings, such as num_leaves=31, learning_rate=0.1, min_child_samples=20, n_jobs=2;
             tree_learner="voting" sends less than "data", and approximates.
 

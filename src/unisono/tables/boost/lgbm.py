@@ -60,7 +60,9 @@ def check(settings: BoostSettings, x: Any, y: Any) -> None:
         raise ValueError("LightGBM: an objective that is a function cannot be sent; name an objective")
     if settings.params.get("tree_learner", "data") not in ("data", "voting"):
         raise ValueError(f"LightGBM: got tree_learner={settings.params['tree_learner']!r}; expected 'data' or 'voting'")
-    unknown = sorted(set(settings.params) - _list_known())
+    names = basic._ConfigAliases._get_all_param_aliases()  # every name of a setting, and its other names
+    known = {*names, *(alias for aliases in names.values() for alias in aliases), "importance_type", *_OURS}
+    unknown = sorted(set(settings.params) - known)
     if unknown:
         raise ValueError(f"LightGBM does not know {', '.join(map(repr, unknown))}: is it spelled right?")
     params = {**_make_params(settings), "min_data_in_leaf": 1, "min_data_in_bin": 1, "feature_pre_filter": False}
@@ -69,12 +71,6 @@ def check(settings: BoostSettings, x: Any, y: Any) -> None:
         lightgbm.Booster(params, lightgbm.Dataset(x, y, params=params, **_make_dataset_options(settings, None)))
     except (basic.LightGBMError, TypeError) as error:
         raise ValueError(f"LightGBM refuses its settings: {error}") from error
-
-
-def _list_known() -> set[str]:
-    """Every name of a setting, and its other names."""
-    names = basic._ConfigAliases._get_all_param_aliases()
-    return set(names) | {alias for aliases in names.values() for alias in aliases} | {"importance_type", *_OURS}
 
 
 # Training -------------------------------------------------------------------------------------------------------------

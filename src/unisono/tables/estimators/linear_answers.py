@@ -117,10 +117,6 @@ def _answer_peek(table: Table, request: dict[str, Any]) -> list[Any]:
     return [table.columns, table.targets, peek(table).tolist(), labels, names]
 
 
-def _answer_problem(table: Table, request: dict[str, Any]) -> str:
-    return next(filter(None, (find_problem(block, table.names) for block in table.read_blocks())), "")
-
-
 def merge_peeks(a: Any, b: Any) -> Any:
     """The `reduce` of the fit: two peeks become one. If one of them is a problem, that remains; of two, the first."""
     if isinstance(a, str) or isinstance(b, str):
@@ -167,7 +163,7 @@ _ANSWERS: dict[str, Callable[[Table, dict[str, Any]], Any]] = {
     "peek": _answer_peek,
     "moments": lambda table, request: sum_products(table, request["shift"]),
     "scales": _answer_scales,
-    "problem": _answer_problem,
+    "problem": lambda table, _: next(filter(None, (find_problem(b, table.names) for b in table.read_blocks())), ""),
 }
 
 

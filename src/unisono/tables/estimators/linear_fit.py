@@ -60,7 +60,10 @@ def make_survey(settings: FitSettings) -> MapReduce:
 def _fit(settings: FitSettings, ask: Ask) -> FitResult:
     """Fit; `ask` runs a round of `answer` on every worker."""
     peeked = _peek(settings, ask)
-    solver = _choose_solver(settings, peeked.columns)
+    solver = settings.solver
+    if solver == "auto":
+        small = settings.loss == "squares" and peeked.columns <= NORMAL_COLUMNS
+        solver = "normal" if small else "accelerated" if settings.l1 else "lbfgs"
     if solver == "normal":
         return _solve_normal(settings, ask, peeked.shift, peeked.columns) | {"names": peeked.names}
     smooth = _scale(settings, ask, peeked)
@@ -114,15 +117,6 @@ def _scale(settings: FitSettings, ask: Ask, peeked: _Peek) -> MeanLoss:
     sums = _ask_sums(ask, "scales", peeked.shift)
     scaling = Scaling.from_sums(*sums, peeked.shift, peeked.columns, outputs, settings)
     return MeanLoss(ask, scaling, loss, settings.l2, np.array(peeked.labels) if peeked.labels else None)
-
-
-def _choose_solver(settings: FitSettings, columns: int) -> str:
-    """The solver that "auto" stands for."""
-    if settings.solver != "auto":
-        return settings.solver
-    if settings.loss == "squares" and columns <= NORMAL_COLUMNS:
-        return "normal"
-    return "accelerated" if settings.l1 else "lbfgs"
 
 
 def _ask_sums(ask: Ask, do: str, shift: Array) -> tuple[int, float, Array, Array]:
@@ -315,7 +309,9 @@ def run_descent(
             lowest = np.inf if not np.isfinite(lowest) else lowest
             continue
         lowest = min(lowest, value)
-        new = _shrink(ahead - step * gradient, step * l1)
+        new = ahead - step * gradient
+        if np.any(l1):
+            new = np.sign(new) * np.maximum(np.abs(new) - step * l1, 0.0)
         move = (new - ahead) / step
         size = float(np.abs(move).max(initial=0.0))
         first = first or size
@@ -345,7 +341,3 @@ def run_lbfgs(smooth: SmoothFunction, start: Array, *, tol: float, max_iter: int
     # A line search that finds nothing lower has come to the end of the digits.
     converged = ended.status == 0 or (ended.status == 2 and float(np.abs(ended.jac).max()) <= 1e-4 * first)
     return SolverResult(np.asarray(ended.x), float(ended.fun), int(ended.nit) or 1, bool(converged))
-
-
-def _shrink(x: Array, by: Array) -> Array:
-    return np.sign(x) * np.maximum(np.abs(x) - by, 0.0) if np.any(by) else x

@@ -3,7 +3,6 @@ through `un.parallel` under any strategy of ours. No scikit-learn in here."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -54,7 +53,11 @@ def fit_by_strategy(settings: FitSettings, table: Table, world: World) -> tuple[
     scaling, labels = Scaling(*found["scaling"]), found["labels"]
     model = _LinearModule(scaling)
     step = settings.learning_rate or 1.0 / found["steepest"]
-    optimizer = _make_optimizer(settings, model, step)
+    optimizer: torch.optim.Optimizer
+    if isinstance(build(settings.extra["strategy"]), qadam):  # which is a form of Adam
+        optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate or 0.05)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=step, momentum=settings.extra.get("momentum", 0.0))
     replica = parallel(model, optimizer, settings.extra["strategy"], world=world)
     rows = int(world.all_reduce(torch.tensor([table.rows]), "max", tag="fit").wait())
     steps = -(-rows // (settings.extra.get("batch_size") or max(rows, 1)))
@@ -132,13 +135,6 @@ def _compute_loss(loss: str, scores: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(scores, y[:, 0].long(), reduction="none")
 
 
-def _make_optimizer(settings: FitSettings, model: _LinearModule, step: float) -> torch.optim.Optimizer:
-    """SGD; or Adam for the strategy `qadam`, which is a form of Adam."""
-    if isinstance(build(settings.extra["strategy"]), qadam):
-        return torch.optim.Adam(model.parameters(), lr=settings.learning_rate or 0.05)
-    return torch.optim.SGD(model.parameters(), lr=step, momentum=settings.extra.get("momentum", 0.0))
-
-
 def fit_in_world(settings: FitSettings, part: Any, world: World, *, speedup: bool) -> FitResult:
     """Fit with every rank's own `part`; adds what it cost as "report"."""
     before = world.ledger.sent()
@@ -153,14 +149,14 @@ def fit_in_world(settings: FitSettings, part: Any, world: World, *, speedup: boo
         report.words_sent, report.messages = count_sent(world, before)
         report.latency_s, report.bandwidth_words_per_s = measure_link(world)
     if speedup:
-        report.speedup = measure_speedup(functools.partial(_compute_round, table), world)
+
+        def compute(fraction: float) -> torch.Tensor:
+            """The compute of one gradient round: with the squared loss, on every rank alike."""
+            coef, intercept = np.zeros((table.columns, table.targets)), np.zeros(table.targets)
+            return torch.from_numpy(compute_value_and_gradient(table, "squares", coef, intercept, fraction))
+
+        report.speedup = measure_speedup(compute, world)
     return found | {"report": report}
-
-
-def _compute_round(table: Table, fraction: float) -> torch.Tensor:
-    """The compute of one gradient round: with the squared loss, on every rank alike."""
-    coef, intercept = np.zeros((table.columns, table.targets)), np.zeros(table.targets)
-    return torch.from_numpy(compute_value_and_gradient(table, "squares", coef, intercept, fraction))
 
 
 def fit_launched(asked: tuple[FitSettings, bool], source: Any, world: World) -> FitResult:

@@ -149,7 +149,8 @@ class LogisticRegression(ClassifierMixin, LinearModel):  # type: ignore[misc]
         if elsewhere is not None:
             found = self._run_fit(self._read_settings(target=y if isinstance(y, str) else None), elsewhere)
             set_columns(self, len(found["coef"]), found["names"])
-            self.classes_ = _make_whole(np.array(found["labels"]))
+            labels = np.array(found["labels"])  # read as numbers: integers if all of them are whole
+            self.classes_ = labels.astype(np.int64) if np.array_equal(labels, np.round(labels)) else labels
         else:
             X, y, weight = self._check_arrays(X, y, sample_weight)
             check_classification_targets(y)
@@ -224,8 +225,3 @@ class LogisticRegression(ClassifierMixin, LinearModel):  # type: ignore[misc]
     def _set_model(self, coef: Array, intercept: Array) -> LogisticRegression:
         self.coef_, self.intercept_ = np.ascontiguousarray(coef.T), np.array(intercept)
         return self
-
-
-def _make_whole(labels: Array) -> npt.NDArray[Any]:
-    """Labels that were read as numbers; as integers if all of them are whole."""
-    return labels.astype(np.int64) if np.array_equal(labels, np.round(labels)) else labels

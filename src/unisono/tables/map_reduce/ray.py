@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.ray import is_dataset, read_dataset, split_dataset
-from unisono.tables.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
+from unisono.tables.map_reduce.answers import Answers, answer_part, end_round, merge_all, merge_answers
 from unisono.tables.map_reduce.map_reduce import MapReduce, Round
 from unisono.tables.map_reduce.worker_data import join_batches, split
 
@@ -69,10 +69,7 @@ class _RayRounds:
             found = self._reduce(refs, how)
         except self._ray.exceptions.RayError:
             found = self._retry_lost(refs, sent, how)
-        value = take_value(found, self.workers)
-        seconds = [found.seconds[part] for part in range(self.workers)]
-        self.log.append(Round(time.perf_counter() - start, seconds))
-        return value
+        return end_round(found, self, start)
 
     def close(self) -> None:
         """End the actors."""

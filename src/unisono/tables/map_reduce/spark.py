@@ -22,7 +22,7 @@ from typing import Any, Literal
 from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.spark import is_frame, is_rdd
 from unisono.launchers.table_files import arrow_columns
-from unisono.tables.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
+from unisono.tables.map_reduce.answers import Answers, answer_part, end_round, merge_all, merge_answers
 from unisono.tables.map_reduce.map_reduce import MapReduce, Round
 from unisono.tables.map_reduce.worker_data import join_batches, split
 
@@ -89,10 +89,7 @@ class _SparkRounds:
             found = merge_all([found, *rest], how)
         if not small:
             sent.destroy()
-        value = take_value(found, self.workers)
-        seconds = [found.seconds[part] for part in range(self.workers)]
-        self.log.append(Round(time.perf_counter() - start, seconds))
-        return value
+        return end_round(found, self, start)
 
     def _load_where_lacking(self, parts: set[int]) -> None:
         """Load parts in the processes that lacked them.

@@ -118,7 +118,8 @@ assert pickle.loads(b"cunisono.strategies.local_sgd\\nlocal_sgd\\n.") is new.loc
 import unisono.simulation.validation as merged
 from unisono.predict.simulation import plan_file
 assert merged is plan_file is sys.modules["unisono.predict.simulation.plan_file"]
-assert pickle.loads(b"cunisono.predict.simulation.validation\\ncompare_with_measured\\n.") is plan_file.compare_with_measured
+compare = pickle.loads(b"cunisono.predict.simulation.validation\\ncompare_with_measured\\n.")
+assert compare is plan_file.compare_with_measured
 try:
     import unisono.strategies.no_such_method
 except ModuleNotFoundError as error:

@@ -26,8 +26,6 @@ from unisono.launchers.runtime.machine import usable_cores
 from unisono.launchers.runtime.variables import name_observer
 from unisono.predict.compare.results import ONE_WORKER, SMOOTHED, RankSteps, Trial, merge_ranks
 
-__all__ = ["NothingToCompare", "Planned", "Progress", "Request", "Runs", "list_runs", "start_launcher"]
-
 _POLL_S = 0.25
 _STOPPING_S = 15.0
 _OBSERVER = "unisono.predict.compare.recorder"

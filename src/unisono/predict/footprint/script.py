@@ -32,16 +32,6 @@ from unisono.predict.footprint.trace import LiveBytes, make_fake, make_fake_mode
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
 
-__all__ = [
-    "MOST_STEPS_ALONE",
-    "Enough",
-    "ScriptError",
-    "StepsAlone",
-    "pose_as_worker",
-    "predict_for_script",
-    "run_program",
-]
-
 MOST_STEPS_ALONE = 10  # optimizer steps that a script may make before it calls un.parallel (to prepare something, say)
 
 

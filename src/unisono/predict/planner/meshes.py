@@ -15,8 +15,6 @@ from unisono.predict.costs import Network, Operation
 from unisono.predict.costs.pipelines import order_single, replay_schedule
 from unisono.predict.planner.measured import Measured
 
-__all__ = ["MeshEstimate", "advise_mesh", "estimate_meshes", "estimate_tensor", "measure_stages", "measure_tensor"]
-
 MICROBATCHES = 8
 _DOMINATES = 0.4  # of a step: exchange that is worth another division of the work
 _FASTER = 0.9  # a mesh's step over the best method's, to be worth a word

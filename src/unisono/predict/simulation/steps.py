@@ -16,8 +16,6 @@ from unisono.predict.simulation.stragglers import Floats, Stragglers
 from unisono.predict.simulation.waiting import Service, simulate_neighbours, simulate_servers
 from unisono.units import show_duration
 
-__all__ = ["Outcome", "draw_slowest_sums", "simulate_method"]
-
 _APPLY_BYTES_PER_S = 2e9  # gradients that a server adds to its parameters in a second
 _GRID = 33  # points at which a step is replayed; between them it is a line
 _BLOCK = 1 << 22  # draws at a time

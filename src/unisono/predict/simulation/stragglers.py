@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from unisono.units import parse_share_times
 
-__all__ = ["EVEN", "Stragglers", "parse_stragglers"]
-
 Floats = NDArray[np.float64]
 Kind = Literal["even", "lognormal", "exponential", "pauses", "measured"]
 _EXPECTED = "lognormal:0.1, exponential:0.2, pauses:1%x3 or none"

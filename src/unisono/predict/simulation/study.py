@@ -17,8 +17,6 @@ from unisono.predict.simulation.methods import Method
 from unisono.predict.simulation.steps import Outcome, simulate_method
 from unisono.predict.simulation.stragglers import EVEN
 
-__all__ = ["Purchase", "Study", "study"]
-
 LIKE_ALLREDUCE: tuple[Grade, ...] = ("exact", "rounded", "compressed")  # what a plan ranks, too
 GROUPS: tuple[tuple[str, tuple[Grade, ...]], ...] = (
     ("exact", ("exact",)),

@@ -28,8 +28,6 @@ from unisono.world import World, join
 if TYPE_CHECKING:
     from unisono.tables.boost.boosted import BoostedEstimator
 
-__all__ = ["fit_boosted"]
-
 Array = npt.NDArray[Any]
 Labels = npt.NDArray[Any]
 _ARRAYS = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}

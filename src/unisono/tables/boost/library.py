@@ -13,8 +13,6 @@ from unisono.world import World
 if TYPE_CHECKING:
     from unisono.tables.boost.boosting_worker import RankRows
 
-__all__ = ["BoostSettings", "EvalSets", "LazyModule", "Library", "TrainedModel", "find_library"]
-
 LIBRARIES = {"xgboost": "unisono.tables.boost.xgb", "lightgbm": "unisono.tables.boost.lgbm"}
 EvalSets = tuple[tuple[Any, Any], ...]  # (x, y) of each evaluation set, labels numbered
 

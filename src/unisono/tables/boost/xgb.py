@@ -20,17 +20,6 @@ from unisono.tables.boost.library import BoostSettings, EvalSets, LazyModule, Tr
 from unisono.tables.boost.supervision import find_own_address, run_supervised
 from unisono.world import World
 
-__all__ = [
-    "SAVED_ENDINGS",
-    "check",
-    "compute_importances",
-    "load",
-    "make_member_trainer",
-    "merge_models",
-    "predict",
-    "train",
-]
-
 xgboost: Any = LazyModule("xgboost")
 SAVED_ENDINGS = (".json", ".ubj")
 _OURS = ("early_stopping_rounds", "missing", "enable_categorical", "feature_types", "importance_type")

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from unisono.tables.estimators.formats import ENDINGS, FilePiece, find_format, list_files
 from unisono.tables.estimators.row_blocks import BLOCK_BYTES, RowBlock
 
-__all__ = ["FilePlan", "FileTable", "Files"]
-
 Array = npt.NDArray[np.float64]
 KEEP_BYTES = 1 << 30
 PIECE_BYTES = 16 << 20

@@ -19,8 +19,6 @@ from unisono.world import World, probe
 from unisono.world.ledger import Sent
 from unisono.world.probe import take_slowest
 
-__all__ = ["CountingAsk", "FitReport", "count_sent", "count_words", "measure_link", "measure_speedup", "sum_costs"]
-
 WORD_BYTES = 8
 _BANDWIDTH_BYTES = 4 << 20
 

@@ -28,8 +28,6 @@ from unisono.tables.estimators.row_blocks import RowBlock, Rows, find_problem, i
 from unisono.tables.map_reduce.map_reduce import find_native
 from unisono.world import join
 
-__all__ = ["LinearModel"]
-
 Array = npt.NDArray[np.float64]
 
 

@@ -17,8 +17,6 @@ from unisono.tables.map_reduce.answers import Answers, answer_part, end_round, m
 from unisono.tables.map_reduce.map_reduce import MapReduce, Round
 from unisono.tables.map_reduce.worker_data import join_batches, split
 
-__all__ = ["run"]
-
 _DRIVER_COMBINES = 8  # up to so many values are combined by the driver, without the actors
 _MOST_LOSSES = 3  # how often the actor of a part may die in one round
 

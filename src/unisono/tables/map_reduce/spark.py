@@ -26,8 +26,6 @@ from unisono.tables.map_reduce.answers import Answers, answer_part, end_round, m
 from unisono.tables.map_reduce.map_reduce import MapReduce, Round
 from unisono.tables.map_reduce.worker_data import join_batches, split
 
-__all__ = ["run"]
-
 _IN_CLOSURE_BYTES = 1 << 16  # a state of up to so many bytes travels with the task, a larger one as a broadcast
 _TURNS = 4  # how often a round tries to load a part in the process that lacked it
 _prepared: dict[tuple[str, int], Any] = {}  # the blocks that this executor's process holds, by run and part

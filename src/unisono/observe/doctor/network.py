@@ -240,9 +240,9 @@ def _measure_between(hosts: Hosts) -> list[Finding]:
 
 
 def measure_links() -> list[dict[str, Any]]:
-    """Run by a worker on each host: the planner's own probe of each link."""
-    from unisono.predict.planner.network_probe import measure_links as probe
+    """Run by a worker on each host: the probe of each link that `unisono plan` uses."""
     from unisono.world import join
+    from unisono.world.probe import measure_links as probe
 
     world = join("cpu")
     order = {host: rank for rank, host in enumerate(world.hosts)}

@@ -43,10 +43,16 @@ class Residual(NamedTuple):
         """Whether nothing was kept back."""
         return not any(_is_unsent(path) for entries in self.local.values() for path in entries)
 
-    def convert(self, unit: Unit, factor: Callable[[str], float]) -> Residual:
-        """The same in another unit: times `factor(name)` for each parameter."""
+    def convert(self, unit: Unit, named: Iterable[tuple[str, Parameter]], optimizer: Optimizer) -> Residual:
+        """The same as gradients or as momenta of an Adam, which a gradient g moves by (1 - b1) g."""
+        assert "parameters" not in (unit, self.unit), "a difference of parameters is neither"
+        if unit == self.unit:
+            return self
+        betas = {p: group.get("betas", [0.0])[0] for group in optimizer.param_groups for p in group["params"]}
+        moved = {name: 1.0 - betas.get(param, 0.0) for name, param in named}
+        factors = moved if unit == "momenta" else {name: 1.0 / factor for name, factor in moved.items()}
         local = {
-            name: {path: x * factor(name) if _is_unsent(path) else x for path, x in entries.items()}
+            name: {path: x * factors.get(name, 1.0) if _is_unsent(path) else x for path, x in entries.items()}
             for name, entries in self.local.items()
         }
         return self._replace(unit=unit, local=local)
@@ -321,6 +327,7 @@ class Reduction:
         shared = {name: {p: v for p, v in e.items() if not p.startswith("*")} for name, e in each}
         return {
             "shared": {
+                "unit": self.unit,
                 "each": {name: e for name, e in shared.items() if e},
                 "decayed": self._decayed,
                 "rates": dict(self._rates),

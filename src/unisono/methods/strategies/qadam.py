@@ -5,7 +5,6 @@ BAGUA (Gan et al. 2021, arXiv:2107.01499), after 1-bit Adam (Tang et al. 2021, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -240,26 +239,9 @@ class QAdamReplica(Replica):
         super().load_shared(shared)
         self._frozen, self._switched = dict(shared.get("frozen", {})), shared.get("switched", False)
 
-    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
-        if "frozen" in shared:  # else it is another strategy's checkpoint
-            super().load_local(shared, locals_, same_world=same_world)
-
     def unsent(self) -> Residual:
-        """In momenta; as gradients they would be 1 / (1 - b1) times as much."""
-        kept, beta1 = self.reduction.unsent(), self._beta1()
-        return kept.convert("gradients", lambda name: 1.0 / (1.0 - beta1.get(name, 0.0)))
-
-    def take_unsent(self, unsent: Residual) -> None:
-        if unsent.unit != "gradients":
-            super().take_unsent(unsent)
-            return
-        beta1 = self._beta1()
-        self.reduction.take_unsent(unsent.convert("momenta", lambda name: 1.0 - beta1.get(name, 0.0)))
-
-    def _beta1(self) -> dict[str, float]:
-        """By parameter: how much of the momentum stays from step to step."""
-        betas = {p: group["betas"][0] for group in self.optimizer.param_groups for p in group["params"]}
-        return {name: betas[p] for name, p in self.model.named_parameters() if p in betas}
+        """As gradients, which every method has a use for."""
+        return self.reduction.unsent().convert("gradients", self.model.named_parameters(), self.optimizer)
 
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
         super().carry(change, shared)

@@ -336,8 +336,15 @@ class Replica:
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """Take `local_state()`: in the same world mine is the only one of `locals_`, else every former rank's is
         there. `shared` is the checkpoint's, and has been taken."""
-        if self.reduction is not None and "each" in shared.get("reducer", ()):  # else it is another strategy's
-            self.reduction.load_state_dict(shared["reducer"], [part["reducer"] for part in locals_])
+        kept = shared.get("reducer", ())
+        if self.reduction is None or "each" not in kept:  # of a strategy that keeps nothing, or other things
+            return
+        unit = kept.get("unit", "momenta" if "frozen" in shared else "gradients")  # qadam's, before there were units
+        every = [Residual(unit, "the checkpoint", kept, part["reducer"], self.reduction.scale) for part in locals_]
+        self.reduction.load_state_dict(kept, [self._convert(one, self.reduction).local for one in every])
+
+    def _convert(self, unsent: Residual, reduction: Reduction) -> Residual:
+        return unsent.convert(reduction.unit, self.model.named_parameters(), self.optimizer)
 
     def model_part(self) -> ModelPart:
         """What stands for this rank in the model that a checkpoint gives to plain PyTorch and to other strategies: it
@@ -381,8 +388,8 @@ class Replica:
 
     def take_unsent(self, unsent: Residual) -> None:
         """Send later what another method has kept back; ValueError where there is no way to do that."""
-        if self.reduction is not None and unsent.unit == self.reduction.unit:
-            self.reduction.take_unsent(unsent)
+        if self.reduction is not None and unsent.unit != "parameters":
+            self.reduction.take_unsent(self._convert(unsent, self.reduction))
             return
         if unsent.is_empty:
             return

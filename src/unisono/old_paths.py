@@ -29,15 +29,34 @@ _MOVED = {
 }
 _NEW_PATHS = {f"unisono.{name}": f"unisono.{room}.{name}" for room, names in _MOVED.items() for name in names.split()}
 
+_MERGED = {  # modules that have become parts of another: by that one
+    "methods.facts": "methods.strategy.pattern",
+    "methods.strategy.changing": "methods.strategy.switching methods.strategy.agreed",
+    "methods.strategy.watches": "methods.strategy.parameter_watch methods.strategy.fault_watch",
+    "methods.strategies.auto": "methods.strategies.auto.candidates",
+    "methods.strategies.auto.replica": "methods.strategies.auto.measuring",
+    "methods.strategies.crossbow.learners": "methods.strategies.crossbow.central_model",
+    "training.checkpoint.safetensors": "training.checkpoint.split",
+    "training.data.dealt": "training.data.means",
+    "training.data.order": "training.data.tables",
+    "training.data.settings": "training.data.agreement",
+    "training.trainer": "training.progress",
+}
+_INTO = {f"unisono.{old}": f"unisono.{new}" for new, olds in _MERGED.items() for old in olds.split()}
+
 
 def find_new_path(name: str) -> str | None:
     """Where a module is now; None if it has not moved.
 
     >>> find_new_path("unisono.strategies.zero.units"), find_new_path("unisono.world")
     ('unisono.methods.strategies.zero.units', None)
+    >>> find_new_path("unisono.strategy.switching")  # a part of another module by now
+    'unisono.methods.strategy.changing'
     """
     head = ".".join(name.split(".", 2)[:2])
-    return _NEW_PATHS[head] + name.removeprefix(head) if head in _NEW_PATHS else None
+    moved = _NEW_PATHS[head] + name.removeprefix(head) if head in _NEW_PATHS else name
+    found = _INTO.get(moved, moved)
+    return None if found == name else found
 
 
 def serve_old_paths() -> None:

@@ -1,6 +1,6 @@
 """The faults of this worker that a fault script asks for: what is still to fire, and how each fires.
 
-The launcher gives a worker its own faults, and is told as each fires. When one is due is for `strategy/fault_watch.py`
+The launcher gives a worker its own faults, and is told as each fires. When one is due is for `strategy/watches.py`
 to say, and for the two places that write to a disk, which call `before_write`.
 """
 

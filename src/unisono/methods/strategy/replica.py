@@ -22,10 +22,9 @@ from unisono.methods.exchange.overlap import is_held
 from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.exchange.reduction import Residual as Residual
 from unisono.methods.exchange.windows import StepHooks, Windows
-from unisono.methods.strategy.fault_watch import FaultWatch
+from unisono.methods.facts import Pattern
 from unisono.methods.strategy.mistakes import follow_optimizer, leave_optimizer
-from unisono.methods.strategy.parameter_watch import ParameterWatch
-from unisono.methods.strategy.pattern import Pattern
+from unisono.methods.strategy.watches import FaultWatch, ParameterWatch
 from unisono.training.batch_norm import move_batch_norm, watch_batch_norms
 from unisono.training.checkpoint import ModelPart
 from unisono.world import World
@@ -378,7 +377,7 @@ class Replica:
         Every rank calls it at the same step. Returns the replica to use from now on; this one is closed. What a
         reducer had still to send goes over to the next, where that keeps such a memory too.
         """
-        from unisono.methods.strategy.switching import switch
+        from unisono.methods.strategy.changing import switch
 
         return switch(self, strategy)
 

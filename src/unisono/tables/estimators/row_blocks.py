@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.tables.map_reduce.worker_data import find_bounds
-from unisono.training.data.tables import TablePart
+from unisono.training.data.order import TablePart
 
 __all__ = [
     "ArrayTable",

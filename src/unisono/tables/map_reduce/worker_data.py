@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from unisono.training.data.tables import TablePart
+from unisono.training.data.order import TablePart
 
 __all__ = [
     "SharedArray",

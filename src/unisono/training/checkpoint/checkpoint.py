@@ -33,8 +33,8 @@ from unisono.training.checkpoint.folder import (
     write_rank,
     write_shared,
 )
+from unisono.training.checkpoint.safetensors import SPLIT, merge_trees
 from unisono.training.checkpoint.slices import Held, Piece, Stored, find_gaps
-from unisono.training.checkpoint.split import SPLIT, merge_trees
 from unisono.world import PeerLost, World
 
 __all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "find_newest", "load", "save", "warn_of_damage"]

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from unisono import rng
 from unisono.training.data.arrays import Arrays, is_arrays, is_same_array, list_arrays, pin
-from unisono.training.data.order import Indices, choose_index_dtype
-from unisono.training.data.tables import TablePart
+from unisono.training.data.order import Indices, TablePart, choose_index_dtype
 
 _LOADER_OPTIONS = (  # what the DataLoader that reads here takes over from one that was given
     "num_workers",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.methods.checks import AtLeast
-from unisono.methods.strategies._torch._data_parallel import DataParallelReplica
+from unisono.methods.strategies._torch._replica import DataParallelReplica
 from unisono.methods.strategy import Replica, Strategy
 from unisono.world import World
 

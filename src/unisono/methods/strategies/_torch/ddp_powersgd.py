@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.optim import Optimizer
 
 from unisono.methods.checks import AtLeast
-from unisono.methods.strategies._torch._data_parallel import DataParallelReplica, gradient_bytes
+from unisono.methods.strategies._torch._replica import DataParallelReplica, gradient_bytes
 from unisono.methods.strategy import Replica, Strategy
 from unisono.world import World
 

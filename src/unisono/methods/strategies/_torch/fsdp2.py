@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from unisono.methods.strategies._torch._group import TorchReplica
+from unisono.methods.strategies._torch._replica import TorchReplica
 from unisono.methods.strategy import Replica, Strategy
 from unisono.world import World
 

@@ -33,6 +33,7 @@ _MERGED = {  # modules that have become parts of another: by that one
     "methods.facts": "methods.strategy.pattern",
     "methods.strategy.changing": "methods.strategy.switching methods.strategy.agreed",
     "methods.strategy.watches": "methods.strategy.parameter_watch methods.strategy.fault_watch",
+    "methods.exchange.overlap": "methods.exchange.side_channel",
     "methods.strategies.auto": "methods.strategies.auto.candidates",
     "methods.strategies.auto.replica": "methods.strategies.auto.measuring",
     "methods.strategies.crossbow.learners": "methods.strategies.crossbow.central_model",

@@ -20,7 +20,7 @@ from unisono.background import SerialQueue
 from unisono.methods.buckets import BUCKET_BYTES
 from unisono.methods.checks import AtLeast, Range
 from unisono.methods.exchange.overlap import Exchange, split_sparse
-from unisono.methods.exchange.reduction import Reduction, overlap_pays
+from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducers.dense import dense
 from unisono.methods.strategies._graphs import ExchangedParameters, Lines
@@ -283,14 +283,12 @@ class AsyncAverageReplica(PeriodicReplica):
 
     def _synchronous(self) -> Exchange:
         """Counts windows as a Counter does, and leaves the mean gradients."""
-        pays = overlap_pays(self.world)
         return Exchange(
             *split_sparse(self.model),
             self.world,
             Reduction(dense(), self.optimizer, lambda world: None, "gradients"),
             bucket_bytes=BUCKET_BYTES,
-            overlap=pays,
-            inline=not pays,
+            overlap=None,
             accumulate=self.strategy.accumulate,
             advance=self.advance,
         )

@@ -16,7 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from unisono.methods.buckets import BUCKET_BYTES, Bucket
 from unisono.methods.checks import AtLeast, Note
 from unisono.methods.exchange.overlap import Exchange
-from unisono.methods.exchange.reduction import Reduction, overlap_pays
+from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.exchange.windows import count_windows
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reduced, Reducer, Stages, State, staged, stages_of
@@ -120,20 +120,17 @@ class QAdamReplica(Replica):
         self.start_or_close()
 
     def start(self) -> None:
-        accumulate, named = self.strategy.accumulate, list(self.model.named_parameters())
         if self.world.size == 1:
-            self.windows = count_windows(self.model, accumulate, self.advance)
+            self.windows = count_windows(self.model, self.strategy.accumulate, self.advance)
             return
-        pays = overlap_pays(self.world)
         self.windows = Exchange(
-            named,
+            list(self.model.named_parameters()),
             [],
             self.world,
             self.reduction,
             bucket_bytes=self.strategy.bucket_bytes,
-            overlap=pays if self.strategy.overlap is None else self.strategy.overlap,
-            inline=not pays,
-            accumulate=accumulate,
+            overlap=self.strategy.overlap,
+            accumulate=self.strategy.accumulate,
             advance=self.advance,
         )
 

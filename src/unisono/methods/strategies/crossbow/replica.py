@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.background import Handle
+from unisono.methods.exchange.overlap import SideChannel
 from unisono.methods.exchange.reduction import LearningRates
-from unisono.methods.exchange.side_channel import SideChannel
 from unisono.methods.strategies.crossbow.learners import Batches, CentralModel, Learners
 from unisono.methods.strategies.crossbow.tuning import Tuning
 from unisono.methods.strategy import Change, ModelPart, PeriodicReplica, bound_parameters, share, share_buffers

@@ -17,20 +17,6 @@ from typing import Any, Literal
 
 from unisono.methods.spec.grammar import Spec, parse
 
-__all__ = [
-    "FOLDERS",
-    "METHODS",
-    "TORCH",
-    "Kind",
-    "describe_unknown",
-    "extend",
-    "find_names",
-    "find_unknown",
-    "names",
-    "suggest",
-    "use_methods",
-]
-
 Kind = Literal["strategy", "reducer", "torch strategy"]
 FOLDERS: dict[str, str] = {
     "strategy": "unisono.methods.strategies",

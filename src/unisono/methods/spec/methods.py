@@ -21,10 +21,8 @@ import torch
 
 from unisono.methods.checks import Annotation, find_fault, read_annotation, read_annotations
 from unisono.methods.facts import Example, Facts
-from unisono.methods.spec.catalog import FOLDERS, TORCH, Kind, describe_unknown, extend, find_names, names, suggest
+from unisono.methods.spec.catalog import FOLDERS, TORCH, Kind, describe_unknown, find_names, names, suggest
 from unisono.methods.spec.grammar import NUMBERS, Spec, SpecError, parse, write
-
-__all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse", "read_facts"]
 
 _ELSEWHERE = "..."  # stands for a value that text cannot hold
 

@@ -36,9 +36,6 @@ from unisono.world import PeerLost, World, join
 from unisono.world.elastic import Batches, Elastic
 from unisono.world.operations import put_back
 
-__all__ = ["Followed", "Healing", "Refused", "Snapshot", "StateLost", "follow"]
-
-
 _FURTHEST = ("commits", "calls", "passes")  # of ranks that differ by one exchange: how far each has come
 MOST_ATTEMPTS = 5  # of the same processes to form a world
 

@@ -21,9 +21,8 @@ from unisono.methods.checks import AtLeast, check_settings
 from unisono.methods.exchange.overlap import is_held
 from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.exchange.reduction import Residual as Residual
-from unisono.methods.exchange.windows import StepHooks, Windows
+from unisono.methods.exchange.windows import StepHooks, Windows, follow_optimizer, leave_optimizer
 from unisono.methods.facts import Pattern
-from unisono.methods.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.methods.strategy.watches import FaultWatch, ParameterWatch
 from unisono.training.batch_norm import move_batch_norm, watch_batch_norms
 from unisono.training.checkpoint import ModelPart
@@ -163,28 +162,34 @@ class Replica:
     # Training ----------------------------------------------------------------------------------------------------
 
     def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if self.healing is not None:
+            return self.healing.before_step(optimizer, lambda: self._prepare_step(closure, args, kwargs))
+        return self._prepare_step(closure, args, kwargs)
+
+    def _prepare_step(self, closure: Callable[[], Any] | None, args: Any, kwargs: dict[str, Any]) -> Any:
         """With a closure (LBFGS), backward happens inside the step, as often as it is called: `before_step` comes after
         each call of it."""
-        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+        self.begin_step(has_closure=closure is not None)
+        if closure is None:
+            self.before_step()
+            if self._faults is not None:
+                self._faults.in_update()
+            return None
 
-        def end_window(loss: Any = None) -> Any:
+        def compute() -> Any:
+            loss = closure()
             self.before_step()
             self.fault_in_update()
             return loss
 
-        def begin() -> Any:
-            self.begin_step(has_closure=closure is not None)
-            if closure is None:
-                return end_window()
-            rest = {name: value for name, value in kwargs.items() if name != "closure"}
-            return (args[0], lambda: end_window(closure()), *args[2:]), rest
-
-        return begin() if self.healing is None else self.healing.before_step(optimizer, begin)
+        return (args[0], compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _on_step_end(self) -> None:
-        for buffer, value in self._late_buffers:
-            put_back(buffer, value)
-        self._late_buffers = []
+        if self._late_buffers:
+            for buffer, value in self._late_buffers:
+                put_back(buffer, value)
+            self._late_buffers = []
         if self.healing is None:
             self.after_step()
         else:

@@ -37,8 +37,6 @@ from unisono.training.checkpoint.safetensors import SPLIT, merge_trees
 from unisono.training.checkpoint.slices import Held, Piece, Stored, find_gaps
 from unisono.world import PeerLost, World
 
-__all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "find_newest", "load", "save", "warn_of_damage"]
-
 _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new folder late
 
 

@@ -28,19 +28,6 @@ from unisono.packing import unpack
 from unisono.training.checkpoint import safetensors
 from unisono.training.checkpoint.slices import Piece, Span, Stored
 
-__all__ = [
-    "Candidate",
-    "Contents",
-    "Files",
-    "begin_folder",
-    "find_candidates",
-    "publish_folder",
-    "read_folder",
-    "remove_replaced",
-    "write_rank",
-    "write_shared",
-]
-
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 Files = dict[str, list[int]]  # name -> size and CRC-32

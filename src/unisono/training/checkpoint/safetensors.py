@@ -24,25 +24,6 @@ from unisono.launchers.runtime.faults import before_write
 from unisono.packing import count_shape_bytes, find_dtype, unpack
 from unisono.training.checkpoint.slices import CHUNK_BYTES, Piece, Span, Stored
 
-__all__ = [
-    "SPLIT",
-    "Entry",
-    "Written",
-    "checksum",
-    "find_pieces",
-    "index",
-    "is_storable",
-    "merge_trees",
-    "name_file",
-    "open_file",
-    "read",
-    "unpack_lazily",
-    "write",
-    "write_bytes",
-    "write_pieces",
-    "write_stream",
-]
-
 _DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
     "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,

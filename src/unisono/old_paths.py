@@ -31,6 +31,7 @@ _NEW_PATHS = {f"unisono.{name}": f"unisono.{room}.{name}" for room, names in _MO
 
 _MERGED = {  # modules that have become parts of another: by that one
     "methods.facts": "methods.strategy.pattern",
+    "methods.spec": "methods.spec.catalog",
     "methods.strategy.changing": "methods.strategy.switching methods.strategy.agreed",
     "methods.strategy.watches": "methods.strategy.parameter_watch methods.strategy.fault_watch",
     "methods.exchange.overlap": "methods.exchange.side_channel",

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `conformance`; gives the exit status."""
-    from unisono.methods.spec.catalog import use_methods
+    from unisono.methods.spec import use_methods
 
     if importlib.util.find_spec("pytest") is None:
         parser.error("the tests are run by pytest: pip install pytest")

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(_: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run `strategies`; gives the exit status."""
-    from unisono.methods.spec.catalog import FOLDERS, Kind, names
+    from unisono.methods.spec import FOLDERS, Kind, names
 
     kinds: tuple[tuple[str, Kind], ...] = (("strategies", "strategy"), ("reducers", "reducer"))
     for title, kind in kinds:

@@ -30,7 +30,7 @@ def check_strategy(options: argparse.Namespace, parser: argparse.ArgumentParser)
     text = (os.environ.get(_VARIABLE, "") if text is None else text).strip()
     if not text:
         return
-    from unisono.methods.spec.catalog import find_unknown
+    from unisono.methods.spec import find_unknown
 
     try:
         problem = find_unknown(text)

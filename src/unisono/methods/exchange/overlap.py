@@ -139,8 +139,10 @@ class Exchange(BackwardWatcher):
 
     def _reset(self) -> None:
         for bucket in self.buckets:
-            if bucket.apart:
-                _let_go(bucket)
+            if bucket.apart:  # hold these gradients no more: the program may clear them
+                bucket.lines = [bucket.flat]
+                for k in bucket.apart:
+                    bucket.tensors[k] = bucket.flat[:0]
         self._missing = [len(b.params) for b in self.buckets]
         self._launched = 0
         self._handles: list[Handle[None]] = []
@@ -232,8 +234,9 @@ class Exchange(BackwardWatcher):
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
-        if bucket.apart:
-            bucket.lines = _list_lines(bucket)
+        if bucket.apart:  # the memory of all its gradients, those apart too
+            apart = [bucket.tensors[k].as_strided((bucket.params[k].numel(),), (1,)) for k in bucket.apart]
+            bucket.lines = [bucket.flat, *apart] if bucket.flat.numel() else apart
         self._run(lambda: self._reduction.begin(bucket, self.channel))
 
     def _run(self, job: Callable[[], None]) -> None:
@@ -314,16 +317,15 @@ class Exchange(BackwardWatcher):
         if self._is_alone:
             self._tail(used)
             return used
-        flags = torch.tensor(used, dtype=torch.uint8)
-
-        def agree() -> list[int]:
-            self.channel.all_reduce(flags, "max", tag="used").wait()
-            anywhere: list[int] = flags.tolist()
-            self._tail(anywhere)
-            return anywhere
-
         found: list[int] = []
-        self._handles.append(self._on_lane(lambda: found.extend(agree())))
+
+        def agree() -> None:
+            flags = torch.tensor(used, dtype=torch.uint8)
+            self.channel.all_reduce(flags, "max", tag="used").wait()
+            found.extend(flags.tolist())
+            self._tail(found)
+
+        self._handles.append(self._on_lane(agree))
         for handle in self._handles:
             handle.wait()
         return found
@@ -362,19 +364,6 @@ def split_sparse(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tu
     }
     named = list(model.named_parameters())
     return [(n, p) for n, p in named if p not in sparse], [(n, p) for n, p in named if p in sparse]
-
-
-def _list_lines(bucket: Bucket) -> list[Tensor]:
-    """The memory of all gradients of a bucket, those apart too."""
-    apart = [bucket.tensors[k].as_strided((bucket.params[k].numel(),), (1,)) for k in bucket.apart]
-    return [bucket.flat, *apart] if bucket.flat.numel() else apart
-
-
-def _let_go(bucket: Bucket) -> None:
-    """Hold no gradients apart any more: the program may clear them."""
-    bucket.lines = [bucket.flat]
-    for k in bucket.apart:
-        bucket.tensors[k] = bucket.flat[:0]
 
 
 def own_gradient(param: Tensor, grad: Tensor | None) -> Tensor:

@@ -213,7 +213,7 @@ class AnchoredReplica(PeriodicReplica):
         self.loaded: list[str] = []  # what the program loaded, and the ranks agreed on with the last exchange
         self._side: SideChannel | None = None
         self._channel: World | None = None
-        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        super().__init__(model, optimizer, world, strategy)
         for fragment in self.fragments:
             fragment.reduction.warn_if_more_than_dense(world)
 

@@ -14,7 +14,6 @@ writes to its view of a line stays there, until it is taken over (see `_writes`)
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from torch.nn import Parameter
 from unisono.launchers.runtime.copied_pages import drop_copied, find_copied
 from unisono.launchers.runtime.frames import warn_user
 from unisono.methods.buckets import alignment
+from unisono.methods.strategy.program_writes import digest
 from unisono.world import Mismatch, World
 
 _NUMBERS = 6  # that travel with a meeting: all meetings are alike, so that ranks in different ones can say so
@@ -290,7 +290,7 @@ class Writes:
         named = list(self._model.named_parameters())
         mine: dict[str, Any] = {
             "written": self._find_written(),
-            "digests": {n: _digest(p) for n, p in named if self._memory.rank == 0 or id(p) not in shared},
+            "digests": {n: digest([p]) for n, p in named if self._memory.rank == 0 or id(p) not in shared},
         }
         every = world.gather_objects(mine)
         found = []
@@ -351,9 +351,3 @@ def _name_settings(every: Sequence[Sequence[str]]) -> str:
         f"the ranks of a host are about to step one model differently: {each}. Every rank sets its optimizer alike: a "
         "learning rate that follows what a rank has measured has to follow the mean over all ranks"
     )
-
-
-def _digest(x: Tensor) -> str:
-    line = x.detach().contiguous().view(-1)
-    raw = line.view(torch.uint8).numpy().data if line.numel() else b""
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()

@@ -65,7 +65,15 @@ class qadam(Strategy):
     bucket_bytes: BucketBytes = BUCKET_BYTES
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
-        _check_adam(optimizer)
+        if type(optimizer) not in (Adam, AdamW):
+            raise TypeError(
+                f"qadam takes over the step of torch.optim.Adam or AdamW, got {type(optimizer).__name__}: make one of "
+                "those, or use allreduce(reducer=bytegrad), which works with any optimizer"
+            )
+        for group in optimizer.param_groups:
+            for option in ("amsgrad", "capturable", "differentiable"):
+                if group.get(option):
+                    raise ValueError(f"qadam has no {option} once v is frozen: make the optimizer with {option}=False")
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
             raise ValueError("Adam cannot step sparse gradients: make the embeddings with sparse=False")
         for name, param in model.named_parameters():
@@ -81,18 +89,6 @@ class qadam(Strategy):
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return QAdamReplica(model, optimizer, world, self)
-
-
-def _check_adam(optimizer: Optimizer) -> None:
-    if type(optimizer) not in (Adam, AdamW):
-        raise TypeError(
-            f"qadam takes over the step of torch.optim.Adam or AdamW, got {type(optimizer).__name__}: make one of "
-            "those, or use allreduce(reducer=bytegrad), which works with any optimizer"
-        )
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "capturable", "differentiable"):
-            if group.get(option):
-                raise ValueError(f"qadam has no {option} once v is frozen: make the optimizer with {option}=False")
 
 
 class QAdamReplica(Replica):

@@ -30,7 +30,7 @@ from unisono.launchers.runtime.variables import are_checks_on
 from unisono.methods.exchange.windows import if_alive
 from unisono.methods.model_copies import add_hook
 from unisono.world import World
-from unisono.world.ledger import Ledger, Record
+from unisono.world.ledger import Record
 
 if TYPE_CHECKING:
     from unisono.methods.strategy.replica import Replica
@@ -134,7 +134,10 @@ class ParameterWatch:
             whole = (whole * _FACTOR + one) % _PRIME
         rows = world.ledger.rows
         wall_us = round(1e6 * rows[-1].wall) if rows else 0
-        self._channel = _find_channel(world)
+        known = _channels.get(world)
+        if known is None or known[0] != world.name:  # one a world: replicas come and go in it
+            known = _channels[world] = (world.name, world.channel(inline=False))
+        self._channel = known[1]
         numbers = torch.tensor([whole, -whole, wall_us], dtype=torch.int64)
         self._asked = self._channel.all_reduce(numbers, "max", tag="parameters")
 
@@ -244,14 +247,6 @@ def _find_odd(sums: Sequence[int]) -> list[int]:
     return [rank for rank, one in enumerate(sums) if one != value]
 
 
-def _find_channel(world: World) -> World:
-    """One a world: replicas come and go in it."""
-    known = _channels.get(world)
-    if known is None or known[0] != world.name:
-        known = _channels[world] = (world.name, world.channel(inline=False))
-    return known[1]
-
-
 _channels: weakref.WeakKeyDictionary[World, tuple[str, World]] = weakref.WeakKeyDictionary()
 
 
@@ -272,7 +267,14 @@ class FaultWatch:
     def enter(self, world: World) -> None:
         """Go on in a world: its ledger counts."""
         self._ledger = world.ledger
-        faults.listen(partial(_note_event, weakref.ref(world.ledger)))
+        ledger = weakref.ref(world.ledger)
+
+        def note(fault: Fault, step: int) -> None:
+            book = ledger()
+            if book is not None:
+                book.event("fault", fault=str(fault), at=step)
+
+        faults.listen(note)
         if self._in_phase("exchange"):
             world.ledger.on_record = weakref.WeakMethod(self._on_record)
 
@@ -334,9 +336,3 @@ class FaultWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def _note_event(ledger: weakref.ref[Ledger], fault: Fault, step: int) -> None:
-    book = ledger()
-    if book is not None:
-        book.event("fault", fault=str(fault), at=step)

@@ -100,11 +100,6 @@ def _is_in_use(folder: Path) -> bool:
     return True
 
 
-def write_shared(folder: Path, tree: Any, tensors: Tensors) -> Files:
-    """Write the state of rank 0."""
-    return _write_pair(folder, "shared", tree, tensors)
-
-
 def write_rank(
     folder: Path,
     rank: int,
@@ -130,7 +125,7 @@ def write_rank(
         written, entry["pieces"] = safetensors.write_pieces(folder, rank, pieces)
         if written:
             files[safetensors.name_file(rank)] = list(written)
-    return files | _write_pair(folder, _name_rank(rank), entry, own_tensors | differs)
+    return files | write_pair(folder, _name_rank(rank), entry, own_tensors | differs)
 
 
 def publish_folder(writing: Path, files: Files, *, step: int, world_size: int, is_split: bool = False) -> Path:
@@ -176,7 +171,8 @@ def remove_replaced(newest: Path, *, step: int, keep: int | None) -> None:
             warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
 
 
-def _write_pair(folder: Path, stem: str, tree: Any, tensors: Tensors) -> Files:
+def write_pair(folder: Path, stem: str, tree: Any, tensors: Tensors) -> Files:
+    """Write a tree and its tensors: as "shared" those of rank 0."""
     text = json.dumps(tree, separators=(",", ":")).encode()
     plain, packed = f"{stem}.json", f"{stem}.safetensors"
     return {

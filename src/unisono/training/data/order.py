@@ -30,16 +30,8 @@ def draw_permutation(n: int, *, seed: int, epoch: int, stream: int = 0) -> Indic
 
     Each index is given random high bits by the counter-based generator Philox, keyed by (seed, epoch), and
     the words are sorted. The words are distinct, so any sorting algorithm gives the same answer; numpy's own
-    `shuffle` promises no such thing from one version to the next.
-
-    Args:
-        n: How many indices.
-        seed: Any integer; taken modulo 2^64.
-        epoch: The pass over the data, 0 or more.
-        stream: Tells apart independent permutations of one (seed, epoch).
-
-    Returns:
-        int32 if n fits in it, else int64; shape (n,).
+    `shuffle` promises no such thing from one version to the next. `stream` tells apart independent permutations of one
+    seed (any integer, taken modulo 2^64) and epoch.
 
     >>> sorted(draw_permutation(5, seed=0, epoch=0).tolist())
     [0, 1, 2, 3, 4]
@@ -65,16 +57,8 @@ def order_epoch(
 ) -> Indices:
     """The order of one epoch: global batch b is `order[b * batch_size : (b + 1) * batch_size]`.
 
-    Args:
-        n: Number of samples.
-        batch_size: Samples in a global batch; the last one may be shorter.
-        seed: With epoch, decides the order.
-        epoch: Which pass over the data.
-        shuffle: False keeps the samples in their own order (within each class, if `classes` is given).
-        classes: A class number 0, 1, ... for each sample: see `stratify_order`.
-
-    Returns:
-        A permutation of `range(n)`.
+    It is a permutation of `range(n)`. Without `shuffle` samples keep their own order (within each class, if `classes`
+    is given: a class number 0, 1, ... for each sample, see `stratify_order`).
 
     >>> order_epoch(6, batch_size=4, seed=0, epoch=0, shuffle=False).tolist()
     [0, 1, 2, 3, 4, 5]
@@ -100,14 +84,9 @@ def stratify_order(drawn: Indices, classes: Indices, batch_size: int, places: In
     Inside a batch the samples lie class by class, so dealing them out in turn, as "strided" does, gives every
     rank the batch's class mix to within one sample a class, and parts that differ by at most one sample.
 
-    Args:
-        drawn: A permutation of the samples; its order is kept within a class.
-        classes: Class number of each sample, by sample index.
-        batch_size: Samples in a full batch.
-        places: A permutation of the full batches.
-
-    Returns:
-        A permutation of the samples.
+    drawn: a permutation of the samples; its order is kept within a class.
+    classes: class number of each sample, by sample index.
+    places: a permutation of the full batches.
     """
     n, full = len(drawn), len(places)
     counts = np.bincount(classes).astype(np.int64)
@@ -128,8 +107,7 @@ def stratify_order(drawn: Indices, classes: Indices, batch_size: int, places: In
 
 
 def _fill_short_batch(counts: Indices, base: Indices, *, full: int, size: int) -> Indices:
-    """How many of each class go to the last, short batch of `size` samples, so that the full batches work
-    out."""
+    """How many of each class go to the last, short batch of `size` samples, so that the full batches work out."""
     n = int(counts.sum())
     left_over = counts - full * base
     low: Indices = np.maximum(counts * size // n, left_over - full)
@@ -148,8 +126,7 @@ def _narrow(keys: Indices) -> NDArray[np.integer]:
 
 
 def slice_part(m: int, *, rank: int, size: int, partition: Partition) -> slice:
-    """The part of a global batch of m samples that is `rank`'s, as a slice; parts differ by at most one
-    sample.
+    """The part of a global batch of m samples that is `rank`'s; parts differ by at most one sample.
 
     >>> [slice_part(7, rank=r, size=3, partition="contiguous") for r in range(3)]
     [slice(0, 3, 1), slice(3, 5, 1), slice(5, 7, 1)]
@@ -191,13 +168,8 @@ def balance_parts(costs: NDArray[np.float64], size: int, speeds: Sequence[float]
     possible. Ties go to the rank with fewer samples, then to the lower rank, so that every rank computes the same
     answer. With speeds, every rank has at least one sample if there are enough.
 
-    Args:
-        costs: Cost of each sample of the batch, shape (m,); 0 or more.
-        size: Number of ranks.
-        speeds: Cost that each rank gets done in a second; None if all are the same.
-
-    Returns:
-        For every rank, its positions in the batch, ascending.
+    costs: of each sample of the batch, 0 or more. speeds: cost that each rank gets done in a second; None if all are
+    the same. Gives each rank's positions in the batch, ascending.
 
     >>> [part.tolist() for part in balance_parts(np.array([3.0, 1.0, 2.0, 4.0]), 2)]
     [[1, 3], [0, 2]]

@@ -27,6 +27,13 @@ from unisono.world.ledger import Record
 _TIMEOUT = timedelta(minutes=10)
 
 
+class TorchStrategy(Strategy):
+    """A method of torch's own."""
+
+    def why_torch_optimizer(self) -> str:
+        return "it goes around a module of torch's and its optimizer"
+
+
 class TorchReplica(Replica):
     """Counts a window for each backward pass, after all that torch does at its end.
 
@@ -62,21 +69,18 @@ class TorchReplica(Replica):
         Variable._execution_engine.queue_callback(self._end_exchange)
 
     def _end_exchange(self) -> None:
-        if self.is_syncing():
-            self.note_exchange(self._ended_at, self.world.ledger.clock())
-            self._window_ended = True
-            self.advance()
+        if not self.is_syncing():
+            return
+        ledger, start = self.world.ledger, self._ended_at
+        end = ledger.clock()
+        ledger.close_span("blocked", start, end)
+        ledger.close_record(Record("torch", "gradients", self.bytes_a_window(), "torch", self.step, 0, start, end=end))
+        self._window_ended = True
+        self.advance()
 
     def is_syncing(self) -> bool:
         """Whether this backward pass ends a window."""
         return True
-
-    def note_exchange(self, start: float, end: float) -> None:
-        """Enter a window's exchange in the ledger: the program waited for it from `start` to `end`."""
-        ledger = self.world.ledger
-        record = Record("torch", "gradients", self.bytes_a_window(), "torch", self.step, 0, start, end=end)
-        ledger.close_span("blocked", start, end)
-        ledger.close_record(record)
 
     def bytes_a_window(self) -> int:
         """What a rank sends in a window, by formula."""

@@ -100,7 +100,9 @@ class AutoReplica(ChangingReplica):
             return
         self._seen = self.step
         if self._next:
-            self.world.run_tolerating_loss(self._finish_change)
+            spec, self._next = self._next, ""
+            self.world.run_tolerating_loss(lambda: self._put_to_work(spec))
+            self._tuner.due += 1
         elif self.step >= self._tuner.due:
             if self.own_gradients and self.scaler is not None:
                 raise ValueError(
@@ -148,12 +150,6 @@ class AutoReplica(ChangingReplica):
         self.world.barrier()  # a rank that was lost in it is found here, and not in a channel that it never came to
         self._opened = self.step + 1  # the step after a change begins with new buckets
 
-    def _finish_change(self) -> None:
-        assert self._tuner is not None
-        spec, self._next = self._next, ""
-        self._put_to_work(spec)
-        self._tuner.due += 1
-
     # State -------------------------------------------------------------------------------------------------------
 
     def shared_state(self) -> dict[str, Any]:
@@ -198,14 +194,13 @@ def _drop_useless(found: list[Strategy], costs: list[Costs | None]) -> tuple[lis
     kept = [
         (one, cost)
         for one, cost in zip(found, costs, strict=True)
-        if first is None or cost is None or _is_exact(one) or cost.bytes_sent < first.bytes_sent
+        if first is None
+        or cost is None
+        or cost.bytes_sent < first.bytes_sent
+        or (reducer := one.pattern().reducer) is None
+        or reducer.exact
     ]
     return [one for one, _ in kept], [cost for _, cost in kept]
-
-
-def _is_exact(strategy: Strategy) -> bool:
-    reducer = strategy.pattern().reducer
-    return reducer is None or reducer.exact
 
 
 TAG = "auto"

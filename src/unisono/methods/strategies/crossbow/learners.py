@@ -104,7 +104,7 @@ class Learners:
         for learner in range(self.count, count):
             params = [torch.empty_like(p).copy_(p) for p in mine.params]
             buffers = [b.clone() for b in mine.buffers]
-            self.parked[learner] = Parked(params, buffers, _copy_state(mine.state))
+            self.parked[learner] = Parked(params, buffers, {p: copy.deepcopy(one) for p, one in mine.state.items()})
 
     def close(self) -> None:
         """The one in the model stays; threads and the others are gone."""
@@ -149,7 +149,14 @@ class Learners:
             self._streams.append(torch.cuda.Stream(device))
         jobs = [_job(loss_of, m, s, self._stream(i)) for i, (m, s) in enumerate(zip(modules, shares, strict=True))]
         handles = [lane.submit(job) for lane, job in zip(self._lanes, jobs[1:], strict=False)]
-        losses = _wait_for_all([Handle(jobs[0]), *handles])
+        losses, errors = [], []
+        for handle in [Handle(jobs[0]), *handles]:  # all of them, also if one fails: they are at work on their tensors
+            try:
+                losses.append(handle.wait())
+            except Exception as error:  # noqa: PERF203
+                errors.append(error)
+        if errors:
+            raise errors[0]
         for i in range(len(shares) if device is not None else 0):
             torch.cuda.current_stream(device).wait_stream(self._streams[i])
         grads = []
@@ -208,24 +215,17 @@ class Learners:
             mine = [b.detach() for b in self.model.buffers()]
             buffers = [torch.empty_like(b).copy_(x) for b, x in zip(mine, state["buffers"], strict=True)]
             kept = {self.named[int(i)][1]: one for i, one in state["state"].items()}
-            self.parked[learner] = Parked(params, buffers, {p: self._place_state(p, one) for p, one in kept.items()})
+            placed = {p: {k: self._place(k, x, p) for k, x in one.items()} for p, one in kept.items()}
+            self.parked[learner] = Parked(params, buffers, placed)
 
-    def _place_state(self, param: Parameter, state: State) -> State:
-        """An optimizer's state of one parameter, on the devices where the learner in the model has its own."""
-        here = self.optimizer.state.get(param, {})
-        return {key: _like(value, here.get(key), param) for key, value in state.items()}
-
-
-def _like(value: Any, model: Any, param: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    own_shape = value.shape == param.shape and value.dim() > 0
-    device = model.device if isinstance(model, Tensor) else param.device if own_shape else value.device
-    return value.to(device, copy=True)
-
-
-def _copy_state(state: State) -> State:
-    return {param: {key: copy.deepcopy(value) for key, value in one.items()} for param, one in state.items()}
+    def _place(self, key: str, value: Any, param: Parameter) -> Any:
+        """A value of an optimizer's state, on the device where the learner in the model has its own."""
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        mine = self.optimizer.state.get(param, {}).get(key)
+        own_shape = value.shape == param.shape and value.dim() > 0
+        device = mine.device if isinstance(mine, Tensor) else param.device if own_shape else value.device
+        return value.to(device, copy=True)
 
 
 def _job(
@@ -260,19 +260,6 @@ def _counting(module: nn.Module, weight: float) -> Iterator[None]:
             hook.remove()
 
 
-def _wait_for_all(handles: Sequence[Handle[list[Tensor]]]) -> list[list[Tensor]]:
-    """Every result; where some failed, the first error, once all have ended."""
-    results, errors = [], []
-    for handle in handles:
-        try:
-            results.append(handle.wait())
-        except Exception as error:  # noqa: PERF203 - the others are still at work on their tensors
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return results
-
-
 class CentralModel:
     """The central model z and its velocity v = z - z_before (float32 for 16-bit parameters), the same on every rank.
 
@@ -304,11 +291,6 @@ class CentralModel:
         return [by_name[name] for name in self.z]
 
     # Buckets -----------------------------------------------------------------------------------------------------
-
-    @property
-    def has_its_buckets(self) -> bool:
-        """Whether the buckets are those of the parameters that take part."""
-        return {name for bucket in self.buckets for name in bucket.names} == set(self.z)
 
     def build(self, channel: World, bucket_bytes: int) -> None:
         """Lay the buckets out; the memory is the channel's (every rank calls it alike)."""

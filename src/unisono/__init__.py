@@ -41,8 +41,8 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.training.checkpoint.plain import read_checkpoint as read_checkpoint
     from unisono.training.data import Shard as Shard
     from unisono.training.data import shard as shard
-    from unisono.training.progress import EarlyStopping as EarlyStopping
     from unisono.training.trainer import Callback as Callback
+    from unisono.training.trainer import EarlyStopping as EarlyStopping
     from unisono.training.trainer import Trainer as Trainer
     from unisono.world import Handle as Handle
     from unisono.world import Mismatch as Mismatch
@@ -68,11 +68,10 @@ _EXPORTS = {  # names, and modules of which some need extras: `un.boost.XGBoost`
     "unisono.methods.hybrid": "Mesh mesh split_stages tensor_plan",
     "unisono.launchers": "EngineError WorkerError launch on",
     "unisono.tables.map_reduce": "mapreduce",
-    "unisono.training.progress": "EarlyStopping",
     "unisono.launchers.runtime.debugger": "breakpoint",
     "unisono.observe.runs.recording": "log",
     "unisono.methods.strategy": "Replica Strategy follow parallel",
-    "unisono.training.trainer": "Callback Trainer",
+    "unisono.training.trainer": "Callback EarlyStopping Trainer",
     "unisono.world": "Handle Mismatch PeerLost World join preempted backend",
     "unisono.world.virtual": "run_threads simulate",
 }

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.training.progress import SPLIT
+from unisono.training.trainer import SPLIT
 
 if TYPE_CHECKING:
     from torch import Tensor

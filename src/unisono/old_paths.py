@@ -29,12 +29,25 @@ _MOVED = {
     "plugs": "comm_hook horovod huggingface keras lightning skorch",
 }
 _NEW_PATHS = {f"unisono.{name}": f"unisono.{room}.{name}" for room, names in _MOVED.items() for name in names.split()}
-_MERGED = {  # into another module
-    "unisono.predict.simulation.validation": "unisono.predict.simulation.plan_file",
-    "unisono.tables.boost.ensembles": "unisono.tables.boost.boosted",
-    "unisono.tables.boost.shared_model": "unisono.tables.boost.boosted",
-    "unisono.tables.estimators.online": "unisono.tables.estimators.logistic",
+_MERGED = {  # modules that have become parts of another: by that one
+    "methods.facts": "methods.strategy.pattern",
+    "methods.spec": "methods.spec.catalog",
+    "methods.strategy.changing": "methods.strategy.switching methods.strategy.agreed",
+    "methods.strategy.watches": "methods.strategy.parameter_watch methods.strategy.fault_watch",
+    "methods.exchange.overlap": "methods.exchange.side_channel",
+    "methods.strategies.auto": "methods.strategies.auto.candidates",
+    "methods.strategies.auto.replica": "methods.strategies.auto.measuring",
+    "methods.strategies.crossbow.learners": "methods.strategies.crossbow.central_model",
+    "training.checkpoint.safetensors": "training.checkpoint.split",
+    "training.data.dealt": "training.data.means",
+    "training.data.order": "training.data.tables",
+    "training.data.settings": "training.data.agreement",
+    "training.trainer": "training.progress",
+    "predict.simulation.plan_file": "predict.simulation.validation",
+    "tables.boost.boosted": "tables.boost.ensembles tables.boost.shared_model",
+    "tables.estimators.logistic": "tables.estimators.online",
 }
+_INTO = {f"unisono.{old}": f"unisono.{new}" for new, olds in _MERGED.items() for old in olds.split()}
 
 
 def find_new_path(name: str) -> str | None:
@@ -42,11 +55,13 @@ def find_new_path(name: str) -> str | None:
 
     >>> find_new_path("unisono.strategies.zero.units"), find_new_path("unisono.world")
     ('unisono.methods.strategies.zero.units', None)
+    >>> find_new_path("unisono.strategy.switching")  # a part of another module by now
+    'unisono.methods.strategy.changing'
     """
     head = ".".join(name.split(".", 2)[:2])
-    new = _NEW_PATHS[head] + name.removeprefix(head) if head in _NEW_PATHS else name
-    new = _MERGED.get(new, new)
-    return new if new != name else None
+    moved = _NEW_PATHS[head] + name.removeprefix(head) if head in _NEW_PATHS else name
+    found = _INTO.get(moved, moved)
+    return None if found == name else found
 
 
 def serve_old_paths() -> None:

@@ -85,7 +85,7 @@ def test_what_is_no_folder_of_methods_and_a_name_that_is_taken_are_said(methods:
 
 def test_a_plan_takes_specs_or_a_folder(methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    monkeypatch.setattr("unisono.methods.spec.catalog.use_methods", used.append)
+    monkeypatch.setattr("unisono.methods.spec.use_methods", used.append)
     words = ["plan", "-n", "2", "--methods", str(methods), "--methods", "allreduce; mine", "train.py"]
     assert (make_parser().read(words).methods, used) == (["allreduce", "mine"], [str(methods)])
 

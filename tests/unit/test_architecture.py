@@ -38,14 +38,14 @@ LAYERS = [
     "units",
     "launchers.runtime packing background rng methods.checks predict.costs observe.pages "
     "methods.model_copies text_table old_paths",
-    "methods.facts world methods.buckets methods.kernels",
+    "world methods.buckets methods.kernels",
     "methods.reducer observe.runs world.backend",
+    "methods.facts",
     "methods.reducers methods.exchange methods.offload training.checkpoint training.data methods.spec "
     "training.batch_norm methods.autograd",
     "methods.strategy plugs.comm_hook",
     "methods.strategies methods.hybrid",
-    "launchers training.progress predict.footprint plugs.horovod plugs.lightning plugs.huggingface "
-    "plugs.keras plugs.skorch",
+    "launchers predict.footprint plugs.horovod plugs.lightning plugs.huggingface plugs.keras plugs.skorch",
     "launchers.lab observe.live",
     "predict.planner",
     "predict.simulation",
@@ -163,7 +163,7 @@ def test_launchers_may_not_import_even_what_is_below_them(tmp_path: Path) -> Non
     files = {"launchers/runtime/place": "", "packing": "", "launchers/local": "", "launchers/remote": text}
     package = make_package(tmp_path, files)
     assert find_other_imports(package, "launchers", {"launchers.runtime"}) == [
-        "unisono.launchers.engine_run:3 imports unisono.packing"
+        "unisono.launchers.remote:3 imports unisono.packing"
     ]
 
 

@@ -224,8 +224,8 @@ def test_differences_of_fragments_go_through_any_reducer(reducer: str) -> None:
         spec = f"diloco(every=4, fragments=2, delay=1, reducer={reducer})"
         replica = un.parallel(model, optimizer, spec, world=world)
         train(model, optimizer, world.rank, range(9))
-        assert not replica.anchors.pending
-        anchors = [a.clone() for fragment in replica.anchors.fragments for a in fragment.anchors.values()]
+        assert not replica.pending
+        anchors = [a.clone() for fragment in replica.fragments for a in fragment.anchors.values()]
         replica.close()
         return anchors
 
@@ -269,7 +269,7 @@ def test_consolidate_gives_the_mean_also_while_an_exchange_is_under_way() -> Non
         optimizer = adam(model)
         replica = un.parallel(model, optimizer, "diloco(every=4, delay=2)", world=world)
         train(model, optimizer, world.rank, range(5))
-        assert replica.anchors.pending
+        assert replica.pending
         own, agreed = params(model), params(replica.consolidate())
         close(params(model), own, 0.0)
         replica.close()
@@ -403,10 +403,10 @@ def test_an_exchange_that_did_not_arrive_everywhere_is_dropped_everywhere(reduce
         replica = un.parallel(model, optimizer, f"diloco(every=4, delay=2, reducer={reducer})", world=world)
         train(model, optimizer, world.rank, range(5))
         if world.rank == 1:
-            replica.anchors.pending[0].handle.wait()
-            replica.anchors.pending[0].handle = Handle(lost)
+            replica.pending[0].handle.wait()
+            replica.pending[0].handle = Handle(lost)
         told = replica.rebind(world.split([[0, 1, 2]]))
-        assert not replica.anchors.pending
+        assert not replica.pending
         kept = replica.state_dict()["local"]["reducer"][0]
         train(model, optimizer, world.rank, range(5, 11))
         ended = params(replica.consolidate())

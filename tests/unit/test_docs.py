@@ -233,6 +233,6 @@ def commands() -> Iterator[tuple[Block, str]]:
 
 @pytest.mark.parametrize("command", dict.fromkeys(command for _, command in commands()))
 def test_commands_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.methods.spec.catalog.use_methods", lambda folders: None)  # they are not here
+    monkeypatch.setattr("unisono.methods.spec.use_methods", lambda folders: None)  # they are not here
     words = shlex.split(command)
     assert make_parser().read(words).command == words[0]  # it ends with an error where it does not parse

@@ -20,8 +20,8 @@ import unisono as un
 from unisono.launchers.runtime import faults, status
 from unisono.launchers.runtime.faults import parse_script
 from unisono.methods.offload.disk import Disk
-from unisono.methods.strategy import fault_watch
-from unisono.methods.strategy.fault_watch import FaultWatch
+from unisono.methods.strategy import watches
+from unisono.methods.strategy.watches import FaultWatch
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_slow_steps_take_so_many_times_their_own_compute(
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr(fault_watch, "sleep", sleep)
+    monkeypatch.setattr(watches, "sleep", sleep)
 
     def train(world: un.World) -> tuple[list[float], list[tuple[int, dict[str, object]]]]:
         replica = bind(world, "slow 1 x4@2-3" if world.rank == 1 else "")
@@ -98,7 +98,7 @@ def test_slow_steps_take_so_many_times_their_own_compute(
 
 def test_only_the_replica_that_counts_the_steps_is_slowed(reports: int, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(fault_watch, "sleep", slept.append)
+    monkeypatch.setattr(watches, "sleep", slept.append)
     world = un.World()
     generator, critic = bind(world, "slow 0 x2@1-2"), bind(world, "slow 0 x2@1-2")
     for _ in range(2):

@@ -399,7 +399,7 @@ def test_sixteen_bit_parameters_agree_in_float32() -> None:
         model = make(dtype=torch.bfloat16)
         optimizer = sgd(model, lr=0.0)
         replica = un.parallel(model, optimizer, "local_sgd(every=1, start=0)", world=world)
-        [fragment] = replica.anchors.fragments
+        [fragment] = replica.fragments
         with torch.no_grad():
             for anchor in fragment.anchors.values():
                 anchor.add_(anchor * 1e-4)
@@ -427,7 +427,7 @@ def test_parameters_frozen_and_thawed_on_the_way() -> None:
         for t in range(8):
             schedule(model, t)
             train(model, optimizer, world.rank, range(t, t + 1))
-        laid = len([n for f in replica.anchors.fragments for n in f.live])
+        laid = len([n for f in replica.fragments for n in f.live])
         replica.close()
         return params(model), laid
 

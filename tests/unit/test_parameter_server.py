@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
+from unisono.methods.exchange import windows
 from unisono.methods.strategies.parameter_server.server import Server, optimizer_over
-from unisono.methods.strategy import mistakes
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -766,7 +766,7 @@ def test_a_server_is_asked_for_nothing_while_the_world_is_formed_anew(monkeypatc
 def test_a_replica_may_be_forgotten_in_the_middle_of_anything() -> None:
     """Python's collector runs where it likes: here with the lock held that every optimizer's step takes."""
     ended, other = threading.Event(), nn.Linear(1, 1)
-    mistakes.follow_optimizer(other, torch.optim.SGD(other.parameters(), lr=0.1))  # as of another replica
+    windows.follow_optimizer(other, torch.optim.SGD(other.parameters(), lr=0.1))  # as of another replica
 
     def work(world: World) -> int:
         model, optimizer, replica = served(world, "parameter_server")
@@ -776,7 +776,7 @@ def test_a_replica_may_be_forgotten_in_the_middle_of_anything() -> None:
             deadline = time.monotonic() + 60
             while not server._round and time.monotonic() < deadline:  # the other's push waits for this rank
                 time.sleep(0.001)
-            with mistakes._lock:
+            with windows._lock:
                 del replica, optimizer, model
                 gc.collect()
             assert ended.wait(60), "the other rank still waits"
@@ -789,4 +789,4 @@ def test_a_replica_may_be_forgotten_in_the_middle_of_anything() -> None:
     try:
         assert run_threads(work, 2) == [1, 3]
     finally:
-        mistakes.leave_optimizer(other)
+        windows.leave_optimizer(other)

@@ -11,8 +11,8 @@ from torch import nn
 
 import unisono as un
 from unisono import World, run_threads
-from unisono.methods.strategy import parameter_watch
-from unisono.methods.strategy.parameter_watch import VARIABLE
+from unisono.methods.strategy import watches
+from unisono.methods.strategy.watches import VARIABLE
 
 FLIPPED = 7  # the step after which a bit is flipped
 
@@ -71,8 +71,8 @@ def test_nothing_is_said_where_all_is_well(spec: str) -> None:
 
 def test_every_bit_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks of two small chunks: a bit anywhere is found after one round of them."""
-    monkeypatch.setattr(parameter_watch, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(parameter_watch, "CHECK_BYTES", 128)
+    monkeypatch.setattr(watches, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(watches, "CHECK_BYTES", 128)
     rounds = -(-4 * (6 * 40 + 40 + 3 * 40 + 3 + 12) // 128) + 4
     for element in (0, 100, 239):
         steps = FLIPPED + 3 * (rounds + 2)
@@ -125,8 +125,8 @@ def test_dtypes_and_odd_sizes_are_summed_up_bit_by_bit() -> None:
         for n in (1, 3, 17):
             holder = nn.Module()
             holder.p = nn.Parameter(torch.ones(n, dtype=dtype))
-            chunks = parameter_watch._list_chunks(holder)
-            before = parameter_watch._sum_up(chunks)
+            chunks = watches._list_chunks(holder)
+            before = watches._sum_up(chunks)
             bits = torch.view_as_real(holder.p.detach()) if dtype.is_complex else holder.p.detach()
             bits.view(-1).view(torch.uint8)[-1] ^= 1
-            assert not torch.equal(before, parameter_watch._sum_up(chunks))
+            assert not torch.equal(before, watches._sum_up(chunks))

@@ -109,9 +109,16 @@ import unisono.strategies.local_sgd as old
 import unisono.methods.strategies.local_sgd as new
 from unisono.strategy import changing
 import unisono.spec.grammar
+from unisono.strategy.switching import switch
+from unisono.progress import History
+from unisono.data.tables import TablePart
+import unisono.methods.strategy.watches as watch
 assert old is new is sys.modules["unisono.strategies.local_sgd"]
 assert old.__name__ == old.__spec__.name == "unisono.methods.strategies.local_sgd"
 assert changing is sys.modules["unisono.methods.strategy.changing"]
+assert switch is changing.switch
+assert History.__module__ == "unisono.training.trainer"
+assert watch.__name__ == "unisono.methods.strategy.watches"
 assert unisono.spec.grammar is sys.modules["unisono.methods.spec.grammar"]
 assert pickle.loads(b"cunisono.world.ledger\\nRow\\n.").__name__ == "Row"
 assert pickle.loads(b"cunisono.strategies.local_sgd\\nlocal_sgd\\n.") is new.local_sgd

@@ -178,6 +178,20 @@ def test_what_many_ranks_send_is_what_the_method_says_that_it_sends(spec: str) -
     assert sent == pytest.approx(told, rel=0.05)
 
 
+@pytest.mark.parametrize("spec", ["nuqsgd({})", "qsgd({})", "error_feedback(nuqsgd({}))"])
+@pytest.mark.parametrize("ranks", [3, 4, 7])
+def test_codes_whose_length_the_data_decide_are_sent_as_often_as_those_of_fixed_length(spec: str, ranks: int) -> None:
+    """The last share of a line is shorter than the others: 60,000 numbers in 4 shares, 100 in 4 of 64."""
+    for shape in ((300, 200), (100,)):
+        fixed, short = (
+            DryRun(build(spec.format(option), "reducer"), (shape,)).at(ranks)
+            for option in ("elias=False", "elias=True")
+        )
+        moved = [operation for operation in short.operations if operation.op != "exchange"]
+        assert [operation.op for operation in moved] == [operation.op for operation in fixed.operations]
+        assert all(operation.nbytes > 0 for operation in moved)
+
+
 def test_bytes_of_many_ranks_go_on_as_those_of_few() -> None:
     """Tried with 8 and 16, and for real with 64: shares of a rank shrink, shapes of all ranks' parts grow."""
     for spec in ("bytegrad", "nuqsgd", "bf16", "topk(k=0.1)"):

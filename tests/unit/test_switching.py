@@ -237,3 +237,48 @@ def test_gradients_are_not_taken_for_something_else(after: str) -> None:
     stayed, refused = (run_threads(lambda world, r=r: work(world, r), 2) for r in (False, True))
     for a, b in zip(stayed, refused, strict=True):
         assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_checkpoint_of_momenta_is_loaded_as_gradients(is_old: bool) -> None:
+    """By allreduce, from qadam: the next mean gradient has what was kept back, over 1 - b1 (here 1/4). Checkpoints of
+    before said nothing of the unit."""
+
+    def work(world: World) -> None:
+        model, optimizer, replica = adam(world, "qadam(warmup=1, reducer=topk(k=0.1))")
+        train(model, optimizer, world.rank, range(4))
+        state = copy.deepcopy(replica.state_dict())
+        if is_old:
+            state["shared"]["reducer"].pop("unit", None)
+        momenta = state["local"]["reducer"]["0.weight"]["*momenta/residual"]
+        assert momenta.abs().sum() > 0
+        replica.close()
+
+        again = un.parallel(model, optimizer, "allreduce", world=world)
+        again.load_state_dict(state)
+        optimizer.zero_grad()
+        loss_of(model, 9, world.rank).backward()
+        found = next(model.parameters()).grad
+        assert found is not None
+        mine = torch.autograd.grad(loss_of(model, 9, world.rank), list(model.parameters()))[0] + momenta / 0.25
+        every = [torch.tensor(x, dtype=torch.float64) for x in world.gather_objects(mine.tolist())]
+        torch.testing.assert_close(found, torch.stack(every).mean(0), rtol=0, atol=1e-12)
+        again.close()
+
+    run_threads(work, 2)
+
+
+def test_a_checkpoint_of_gradients_is_loaded_as_momenta() -> None:
+    def work(world: World) -> None:
+        model, optimizer, replica = adam(world, "topk(k=0.1)")
+        train(model, optimizer, world.rank, range(3))
+        state = copy.deepcopy(replica.state_dict())
+        replica.close()
+        again = un.parallel(model, optimizer, "qadam(warmup=1, reducer=topk(k=0.1))", world=world)
+        again.load_state_dict(state)
+        gradients = state["local"]["reducer"]["0.weight"]["*residual"]
+        momenta = again.state_dict()["local"]["reducer"]["0.weight"]["*residual"]
+        torch.testing.assert_close(momenta, gradients * 0.25)
+        again.close()
+
+    run_threads(work, 2)

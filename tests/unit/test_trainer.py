@@ -16,8 +16,7 @@ from unisono.observe.runs.reading import RunReader
 from unisono.observe.runs.recorder import Recorder as RunRecorder
 from unisono.observe.runs.recording import FileWriter
 from unisono.training.checkpoint import save
-from unisono.training.progress import EarlyStopping, History, format_logs
-from unisono.training.trainer import Callback, Trainer
+from unisono.training.trainer import Callback, EarlyStopping, History, Trainer, format_logs
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

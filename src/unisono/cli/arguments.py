@@ -45,7 +45,7 @@ class MethodsAction(argparse.Action):
         if self.const and not os.path.isdir(text.split(os.pathsep)[0]):
             setattr(options, self.dest, [spec.strip() for spec in text.split(";") if spec.strip()])
             return
-        from unisono.methods.spec.catalog import use_methods
+        from unisono.methods.spec import use_methods
 
         try:
             use_methods(text)

@@ -39,7 +39,7 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_strategies(_: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from unisono.methods.spec.catalog import FOLDERS, Kind, names
+    from unisono.methods.spec import FOLDERS, Kind, names
 
     kinds: tuple[tuple[str, Kind], ...] = (("strategies", "strategy"), ("reducers", "reducer"))
     for title, kind in kinds:
@@ -81,7 +81,7 @@ def _add_conformance(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_conformance(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from unisono.methods.spec.catalog import use_methods
+    from unisono.methods.spec import use_methods
 
     if importlib.util.find_spec("pytest") is None:
         parser.error("the tests are run by pytest: pip install pytest")
@@ -112,7 +112,7 @@ def check_strategy(options: argparse.Namespace, parser: argparse.ArgumentParser)
     text = (os.environ.get(_VARIABLE, "") if text is None else text).strip()
     if not text:
         return
-    from unisono.methods.spec.catalog import find_unknown
+    from unisono.methods.spec import find_unknown
 
     try:
         problem = find_unknown(text)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from unisono.world import World
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast"]
-
 Mean = Literal["mean", "sum"]
 Map = Callable[[Tensor], Tensor]
 

@@ -14,22 +14,6 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-__all__ = [
-    "Annotation",
-    "AtLeast",
-    "Note",
-    "Range",
-    "Rule",
-    "Satisfies",
-    "SettingTypeError",
-    "check_setting",
-    "check_settings",
-    "find_fault",
-    "read_annotation",
-    "read_annotations",
-    "validate",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

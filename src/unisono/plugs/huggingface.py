@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from unisono.methods.spec import build, describe
 from unisono.methods.strategy import Replica, parallel
 from unisono.methods.strategy import Strategy as Method
-from unisono.methods.strategy.agreed import Agreed, save_own
+from unisono.methods.strategy.changing import Agreed, save_own
 from unisono.training.checkpoint import load
 from unisono.world import join
 

@@ -23,7 +23,7 @@ from torch import nn
 from unisono.methods.spec import build, describe
 from unisono.methods.strategy import Strategy as Method
 from unisono.methods.strategy import parallel as bind
-from unisono.methods.strategy.agreed import Agreed
+from unisono.methods.strategy.changing import Agreed
 from unisono.training.data import Shard
 from unisono.training.data.settings import ShardSettings
 from unisono.world import World, join

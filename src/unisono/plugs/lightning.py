@@ -20,7 +20,7 @@ from unisono.launchers.runtime.frames import warn_user
 from unisono.methods import autograd
 from unisono.methods.strategy import Replica, parallel
 from unisono.methods.strategy import Strategy as Method
-from unisono.methods.strategy.agreed import Agreed, save_own
+from unisono.methods.strategy.changing import Agreed, save_own
 from unisono.training.batch_norm import sync_batch_norm
 from unisono.training.checkpoint import load
 from unisono.world import World, join

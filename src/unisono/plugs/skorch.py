@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unisono.methods.strategy import Replica, parallel
 from unisono.methods.strategy import Strategy as Method
-from unisono.methods.strategy.agreed import Agreed
+from unisono.methods.strategy.changing import Agreed
 from unisono.training.data import Shard
 from unisono.training.data.settings import ShardSettings
 from unisono.world import World, join

@@ -1,6 +1,6 @@
 """Faults on purpose: "kill 2@40; stop 1@60 for 5s; slow 3 x4@80-120; full-disk@200", read, checked, and how each fires.
 
-The launcher gives a worker its own faults, and is told as each fires. When one is due is for `strategy/fault_watch.py`
+The launcher gives a worker its own faults, and is told as each fires. When one is due is for `strategy/watches.py`
 to say, and for the two places that write to a disk, which call `before_write`.
 """
 

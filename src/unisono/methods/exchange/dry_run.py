@@ -15,8 +15,6 @@ from unisono.predict.costs import Operation
 from unisono.world import World
 from unisono.world.transports.silent import Among, SilentTransport
 
-__all__ = ["Cost", "run_reducer"]
-
 _REPEATS = 4
 
 

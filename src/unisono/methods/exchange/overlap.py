@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,46 +22,18 @@ from torch.nn import Parameter
 
 from unisono.background import Handle, SerialQueue
 from unisono.methods.buckets import APART_BYTES, Bucket, group_into_buckets, on_device, view_like
+from unisono.methods.exchange.reduction import Reduction, overlap_pays
 from unisono.methods.exchange.windows import BackwardWatcher, TrainableParameters, Window
 from unisono.world import World
-
-
-class Work(Protocol):
-    """What is done with full buckets; the calls come in one order on every rank (see `Reduction`)."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a parameter that no rank used may have a mean: what was kept of it before."""
-
-    def set_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """The buckets are these from now on."""
-
-    def begin(self, bucket: Bucket, world: World) -> None:
-        """Start on a bucket."""
-
-    def drain(self) -> None:
-        """Every bucket begun is now to hold its mean."""
-
-    def learning_rate_fell(self) -> bool:
-        """Whether a learning rate fell on this rank: all ranks are told after the window."""
-
-    def set_decayed(self, decayed: bool) -> None:
-        """Whether a learning rate fell on some rank."""
-
-    def after_last_bucket(self, world: World) -> None:
-        """Follows the last bucket, on the exchange thread."""
-
-    def end_window(self, others: Sequence[Tensor] = (), *, void: bool = False) -> None:
-        """All means of the window are there, with `others` beside the buckets'; `void`: its pass failed."""
 
 
 class Exchange(BackwardWatcher):
     """Exchanges the gradients of some parameters, once a window.
 
-    `work` turns a bucket's tensors into their mean; `advance()` is called when all of a window's gradients are
-    means. `inline`: the exchange thread moves the bytes itself, instead of a thread of its own behind it. `by_ready`:
-    after the first window the buckets are laid out in the order in which rank 0's gradients came. `apart`: large
-    gradients are exchanged where autograd put them, instead of in a bucket's flat memory.
+    `reduction` turns a bucket's tensors into their mean; `advance()` is called when all of a window's gradients are
+    means. `overlap`: a bucket is exchanged as soon as it is full; None: if that gains time. `by_ready`: after the first
+    window the buckets are laid out in the order in which rank 0's gradients came. `apart`: large gradients are
+    exchanged where autograd put them, instead of in a bucket's flat memory.
     """
 
     def __init__(
@@ -69,11 +41,10 @@ class Exchange(BackwardWatcher):
         named: Sequence[tuple[str, Parameter]],
         sparse: Sequence[tuple[str, Parameter]],
         world: World,
-        work: Work,
+        reduction: Reduction,
         *,
         bucket_bytes: int,
-        overlap: bool,
-        inline: bool,
+        overlap: bool | None,
         accumulate: int,
         advance: Callable[[], None],
         by_ready: bool = False,
@@ -82,9 +53,11 @@ class Exchange(BackwardWatcher):
         super().__init__(world, accumulate=accumulate, advance=advance)
         self.named, self.sparse = list(named), list(sparse)
         self._parameters = TrainableParameters(self.named)
-        self.channel = world.channel(inline=inline)
-        self.overlap, self.bucket_bytes = overlap, bucket_bytes
-        self._work = work
+        pays = overlap_pays(world)
+        # inline: the exchange thread moves the bytes itself, instead of a thread of its own behind it
+        self.channel = world.channel(inline=reduction.reducer.stages is None or not pays)
+        self.overlap, self.bucket_bytes = pays if overlap is None else overlap, bucket_bytes
+        self._reduction = reduction
         self._lane = SerialQueue("unisono exchange")
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
         self._apart_bytes = APART_BYTES if apart and self._cuda is None else None
@@ -123,7 +96,7 @@ class Exchange(BackwardWatcher):
             self.world.ledger.name_tag(bucket.tag, bucket.names)
         self._memory = {bucket: [_Memory(bucket)] for bucket in self.buckets}
         self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
-        self._work.set_buckets(self.buckets)
+        self._reduction.set_buckets(self.buckets)
         self._reset()
 
     def _leave_kept_gradients(self) -> None:
@@ -166,8 +139,10 @@ class Exchange(BackwardWatcher):
 
     def _reset(self) -> None:
         for bucket in self.buckets:
-            if bucket.apart:
-                _let_go(bucket)
+            if bucket.apart:  # hold these gradients no more: the program may clear them
+                bucket.lines = [bucket.flat]
+                for k in bucket.apart:
+                    bucket.tensors[k] = bucket.flat[:0]
         self._missing = [len(b.params) for b in self.buckets]
         self._launched = 0
         self._handles: list[Handle[None]] = []
@@ -202,8 +177,8 @@ class Exchange(BackwardWatcher):
 
     def begin_pass(self, name: str) -> None:
         if self._launched:  # a backward pass that failed half-way left these
-            self._run(self._work.drain)
-            self._run(lambda: self._work.end_window(void=True))
+            self._run(self._reduction.drain)
+            self._run(lambda: self._reduction.end_window(void=True))
             for handle in self._handles:
                 handle.wait()
         self._build_if_changed()
@@ -259,9 +234,10 @@ class Exchange(BackwardWatcher):
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
-        if bucket.apart:
-            bucket.lines = _list_lines(bucket)
-        self._run(lambda: self._work.begin(bucket, self.channel))
+        if bucket.apart:  # the memory of all its gradients, those apart too
+            apart = [bucket.tensors[k].as_strided((bucket.params[k].numel(),), (1,)) for k in bucket.apart]
+            bucket.lines = [bucket.flat, *apart] if bucket.flat.numel() else apart
+        self._run(lambda: self._reduction.begin(bucket, self.channel))
 
     def _run(self, job: Callable[[], None]) -> None:
         """On the exchange thread; on the side stream where the device's transport returns at once; alone, here."""
@@ -311,22 +287,22 @@ class Exchange(BackwardWatcher):
             else:
                 present = [True] * len(bucket.params)
             used += present
-        self._run(self._work.drain)
+        self._run(self._reduction.drain)
         used += [layout_of(p.grad) for _, p in self.sparse]
         start = self.world.ledger.clock()
-        used.append(self._work.learning_rate_fell())
+        used.append(self._reduction.learning_rate_fell())
         found = self._settle(used)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         if self._cuda is not None and not self._is_alone:  # the exchange thread works on the default stream
             torch.cuda.current_stream(self._cuda).wait_stream(torch.cuda.default_stream(self._cuda))
         self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
-        self._work.set_decayed(bool(found[-1]))
-        self._work.end_window(sparse_values(p for _, p in self.sparse))
+        self._reduction.set_decayed(bool(found[-1]))
+        self._reduction.end_window(sparse_values(p for _, p in self.sparse))
         anywhere = iter(found)
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.tensors, strict=True):
-                if (next(anywhere) or (self._work.keeps and bool(view.any()))) and param.grad is not view:
+                if (next(anywhere) or (self._reduction.keeps and bool(view.any()))) and param.grad is not view:
                     param.grad = view
         self._reset()
         for bucket, every in self._memory.items():
@@ -341,16 +317,15 @@ class Exchange(BackwardWatcher):
         if self._is_alone:
             self._tail(used)
             return used
-        flags = torch.tensor(used, dtype=torch.uint8)
-
-        def agree() -> list[int]:
-            self.channel.all_reduce(flags, "max", tag="used").wait()
-            anywhere: list[int] = flags.tolist()
-            self._tail(anywhere)
-            return anywhere
-
         found: list[int] = []
-        self._handles.append(self._on_lane(lambda: found.extend(agree())))
+
+        def agree() -> None:
+            flags = torch.tensor(used, dtype=torch.uint8)
+            self.channel.all_reduce(flags, "max", tag="used").wait()
+            found.extend(flags.tolist())
+            self._tail(found)
+
+        self._handles.append(self._on_lane(agree))
         for handle in self._handles:
             handle.wait()
         return found
@@ -361,7 +336,7 @@ class Exchange(BackwardWatcher):
         for (name, param), layout in zip(self.sparse, anywhere, strict=True):
             if layout and param.requires_grad:
                 mean_of_sparse(param, layout, self.channel, f"gradients/{name}")
-        self._work.after_last_bucket(self.channel)
+        self._reduction.after_last_bucket(self.channel)
 
     # Outside backward ------------------------------------------------------------------------------------
 
@@ -389,19 +364,6 @@ def split_sparse(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tu
     }
     named = list(model.named_parameters())
     return [(n, p) for n, p in named if p not in sparse], [(n, p) for n, p in named if p in sparse]
-
-
-def _list_lines(bucket: Bucket) -> list[Tensor]:
-    """The memory of all gradients of a bucket, those apart too."""
-    apart = [bucket.tensors[k].as_strided((bucket.params[k].numel(),), (1,)) for k in bucket.apart]
-    return [bucket.flat, *apart] if bucket.flat.numel() else apart
-
-
-def _let_go(bucket: Bucket) -> None:
-    """Hold no gradients apart any more: the program may clear them."""
-    bucket.lines = [bucket.flat]
-    for k in bucket.apart:
-        bucket.tensors[k] = bucket.flat[:0]
 
 
 def own_gradient(param: Tensor, grad: Tensor | None) -> Tensor:
@@ -499,3 +461,51 @@ def mean_of_sparse(param: Parameter, layout: int, world: World, tag: str) -> Non
     rows, means = torch.cat(indices, 1), torch.cat(values) / world.size
     total = torch.sparse_coo_tensor(rows, means, param.shape, check_invariants=False)
     param.grad = total.coalesce()
+
+
+T = TypeVar("T")
+
+
+class SideChannel:
+    """A channel of the world whose jobs run one after the other: in the program itself, or `behind` it.
+
+    Behind it is a thread; or, where CUDA tensors travel from device to device, a stream.
+    """
+
+    def __init__(self, world: World, cuda: torch.device | None, *, inline: bool, behind: bool) -> None:
+        self.channel = world.channel(inline=inline)
+        self._cuda = cuda
+        self._stream = torch.cuda.Stream(cuda) if behind and cuda is not None and world.has_nccl else None
+        self._lane = SerialQueue("unisono side channel") if behind and self._stream is None else None
+
+    def start(self, job: Callable[[World], T]) -> Handle[T]:
+        """Run a job on the channel, after those before it and after what the program's CUDA stream has to do."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._cuda))
+            with torch.cuda.stream(self._stream):
+                value = job(self.channel)
+            return Handle(lambda: self._wait_for(value))
+        if self._lane is None:
+            return Handle.of(job(self.channel))
+        if self._cuda is None:
+            return self._lane.submit(lambda: job(self.channel))
+        here = torch.cuda.Event()
+        here.record(torch.cuda.current_stream(self._cuda))
+
+        def later() -> T:
+            torch.cuda.current_stream(self._cuda).wait_event(here)
+            return job(self.channel)
+
+        handle = self._lane.submit(later)
+        return Handle(lambda: self._wait_for(handle.wait()), handle.done)
+
+    def _wait_for(self, value: T) -> T:
+        """`value`; the program's CUDA stream goes on after what made it (a thread works on the default stream)."""
+        made = self._stream or torch.cuda.default_stream(self._cuda)
+        torch.cuda.current_stream(self._cuda).wait_stream(made)
+        return value
+
+    def finish(self) -> None:
+        """Run what is queued, and end the thread."""
+        if self._lane is not None:
+            self._lane.close()

@@ -43,10 +43,16 @@ class Residual(NamedTuple):
         """Whether nothing was kept back."""
         return not any(_is_unsent(path) for entries in self.local.values() for path in entries)
 
-    def convert(self, unit: Unit, factor: Callable[[str], float]) -> Residual:
-        """The same in another unit: times `factor(name)` for each parameter."""
+    def convert(self, unit: Unit, named: Iterable[tuple[str, Parameter]], optimizer: Optimizer) -> Residual:
+        """The same as gradients or as momenta of an Adam, which a gradient g moves by (1 - b1) g."""
+        assert "parameters" not in (unit, self.unit), "a difference of parameters is neither"
+        if unit == self.unit:
+            return self
+        betas = {p: group.get("betas", [0.0])[0] for group in optimizer.param_groups for p in group["params"]}
+        moved = {name: 1.0 - betas.get(param, 0.0) for name, param in named}
+        factors = moved if unit == "momenta" else {name: 1.0 / factor for name, factor in moved.items()}
         local = {
-            name: {path: x * factor(name) if _is_unsent(path) else x for path, x in entries.items()}
+            name: {path: x * factors.get(name, 1.0) if _is_unsent(path) else x for path, x in entries.items()}
             for name, entries in self.local.items()
         }
         return self._replace(unit=unit, local=local)
@@ -90,14 +96,11 @@ class LearningRates:
             return math.nan
         return _rate(self._optimizer.param_groups[self._groups[param]])
 
-    def find_groups(self) -> None:
+    def find_groups(self) -> dict[Tensor, int]:
         """Find out anew which group each parameter belongs to."""
         groups = enumerate(self._optimizer.param_groups)
         self._groups = {param: i for i, group in groups for param in group["params"]}
-
-    def place(self, params: Sequence[Tensor]) -> list[int]:
-        """Each parameter's group; -1 where it is in none."""
-        return [self._groups.get(param, -1) for param in params]
+        return self._groups
 
 
 def _rate(group: dict[str, Any]) -> float:
@@ -238,10 +241,11 @@ class Reduction:
 
     def set_buckets(self, buckets: Sequence[Bucket]) -> None:
         """The buckets are others from now on."""
-        self._park()
-        self._buckets = buckets
-        self._learning_rates.find_groups()
-        self._groups = {bucket: self._learning_rates.place(bucket.params) for bucket in buckets}
+        for bucket, state in self._states.items():
+            self._parked |= _split_by_parameter(bucket, state)
+        self._states, self._buckets = {}, buckets
+        groups = self._learning_rates.find_groups()
+        self._groups = {bucket: [groups.get(param, -1) for param in bucket.params] for bucket in buckets}
         self._compared = []
 
     def warn_if_more_than_dense(self, world: World) -> None:
@@ -300,19 +304,12 @@ class Reduction:
         _warn_of_leftovers(known, bucket, self.reducer)
         return state
 
-    def _park(self) -> None:
-        """Take every state apart: values by parameter."""
-        for bucket, state in self._states.items():
-            for name, entries in _split_by_parameter(bucket, state).items():
-                self._parked[name] = entries
-        self._states = {}
-
     def _each(self) -> Entries:
         """Every parameter's values, those in use and those parked."""
-        live = {
-            name: e for bucket, state in self._states.items() for name, e in _split_by_parameter(bucket, state).items()
-        }
-        return {**self._parked, **live}
+        found = dict(self._parked)
+        for bucket, state in self._states.items():
+            found |= _split_by_parameter(bucket, state)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """ "shared" by all ranks, and "local" to this one; empty for a reducer that keeps nothing."""
@@ -321,6 +318,7 @@ class Reduction:
         shared = {name: {p: v for p, v in e.items() if not p.startswith("*")} for name, e in each}
         return {
             "shared": {
+                "unit": self.unit,
                 "each": {name: e for name, e in shared.items() if e},
                 "decayed": self._decayed,
                 "rates": dict(self._rates),
@@ -334,8 +332,10 @@ class Reduction:
         self._states = {}
         self._decayed, self._rates, self._compared = shared["decayed"], dict(shared["rates"]), []
         own = locals_[0] if len(locals_) == 1 else _mean(locals_)
-        names = dict.fromkeys([*shared["each"], *own])
-        self._parked = {name: _copy_entries({**shared["each"].get(name, {}), **own.get(name, {})}) for name in names}
+        self._parked = {}
+        for name in dict.fromkeys([*shared["each"], *own]):
+            entries = {**shared["each"].get(name, {}), **own.get(name, {})}
+            self._parked[name] = {path: x.clone() if isinstance(x, Tensor) else x for path, x in entries.items()}
 
     def move(self, shared: dict[str, Any], *, keep: bool, factor: float) -> None:
         """Go on in another world with `shared` of the rank that all go on from. `keep`: I was one of the former
@@ -407,10 +407,6 @@ def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str]]:
 def unsent_lines(state: State) -> dict[str, Tensor]:
     """What is still to be sent, by its path."""
     return {path: holder[key] for path, holder, key in _walk(state) if _is_unsent(path)}
-
-
-def _copy_entries(entries: dict[str, Any]) -> dict[str, Any]:
-    return {path: value.clone() if isinstance(value, Tensor) else value for path, value in entries.items()}
 
 
 def _split_by_parameter(bucket: Bucket, state: State) -> Entries:

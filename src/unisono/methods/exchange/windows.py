@@ -6,6 +6,7 @@ out. It is followed by the optimizer's step.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unisono.launchers.runtime.frames import warn_user
 from unisono.world import World
 
 Hook = TypeVar("Hook")
@@ -392,3 +395,81 @@ class Watcher:
     def remove(self) -> None:
         """Call it no more."""
         self._hooks.leave(self)
+
+
+# An optimizer that was made anew after `un.parallel`: the one that the replica knows never steps ----------------------
+
+
+class _Followed:
+    """The optimizer of a replica, and who else steps its parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.params = {id(p): weakref.ref(p) for group in optimizer.param_groups for p in group["params"]}
+        self.stepped_by: weakref.ref[Optimizer] | None = None  # since the replica's own last stepped
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether another optimizer has one of these parameters."""
+        return any(
+            (known := self.params.get(id(p))) is not None and known() is p
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+
+
+_followed: weakref.WeakKeyDictionary[object, _Followed] = weakref.WeakKeyDictionary()  # by replica
+_by_optimizer: dict[int, list[_Followed]] = {}  # the same by the optimizer's id, which may be another's by now
+_lock = threading.RLock()  # the collector may close a replica while this thread holds it
+
+
+def follow_optimizer(replica: object, optimizer: Optimizer) -> None:
+    """Notice, until `leave_optimizer`, another optimizer that steps the parameters while the replica's own does not."""
+    with _lock:
+        _followed[replica] = _Followed(optimizer)
+        _index()
+
+
+def leave_optimizer(replica: object) -> None:
+    """The replica is closed."""
+    with _lock:
+        _followed.pop(replica, None)
+        _index()
+
+
+def _index() -> None:
+    """Made anew, not changed: steps of other threads look it up without the lock."""
+    global _by_optimizer
+    found: dict[int, list[_Followed]] = {}
+    for followed in _followed.values():
+        if (optimizer := followed.optimizer()) is not None:
+            found.setdefault(id(optimizer), []).append(followed)
+    _by_optimizer = found
+
+
+def _notice_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step. One that wraps the replica's own, or is wrapped by it, steps in turn with it."""
+    own = False
+    for followed in _by_optimizer.get(id(optimizer), ()):
+        if followed.optimizer() is optimizer:
+            followed.stepped_by, own = None, True
+    if own or not _followed:
+        return
+    with _lock:
+        every = list(_followed.values())
+    for followed in every:
+        if followed.stepped_by is _SAID or not followed.holds(optimizer):
+            continue
+        if followed.stepped_by is None or followed.stepped_by() is not optimizer:
+            followed.stepped_by = weakref.ref(optimizer)
+            continue
+        followed.stepped_by = _SAID
+        warn_user(
+            f"another optimizer ({type(optimizer).__name__}) steps parameters of the model, while the one that "
+            "un.parallel was given does not: the replica never learns of these steps, and does nothing after them. "
+            "Make the optimizer before un.parallel, and give it that one; to change it later, call close() on the "
+            "replica and un.parallel again"
+        )
+
+
+_SAID: Any = object()
+register_optimizer_step_pre_hook(_notice_step)

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from unisono.methods.buckets import Bucket
 from unisono.methods.checks import Note, Satisfies
@@ -168,8 +169,11 @@ def _gather_all(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) 
 
 
 def _average_shares(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) -> Exchanged:
-    wide, rank, each = working_dtype(bucket), world.rank, share_length(bucket.flat.numel(), world.size)
-    shares = split_shares(bucket.flat, world.size)
+    wide, rank, n = working_dtype(bucket), world.rank, bucket.flat.numel()
+    each = share_length(n, world.size)
+    # Every share as long as the others: who decodes a message of unknown length has to know how many numbers it holds.
+    given = bucket.flat if wire.even else pad(bucket.flat, (0, world.size * each - n))
+    shares = split_shares(given, world.size)
     codes = [_pad(wire, wire.encode(x, streams[0].after(r * each)), each) for r, x in enumerate(shares)]
     known = [torch.empty_like(codes[rank]) for _ in codes] if wire.even else None  # else lengths are sent ahead
     handle = world.all_to_all(codes, out=known, tag=bucket.tag)
@@ -179,17 +183,18 @@ def _average_shares(wire: Wire, bucket: Bucket, world: World, streams: list[Nois
     gathering = world.all_gather(code, even=wire.even, tag=bucket.tag)
     yield
     line = choose_line(bucket)
-    for x, message in zip(split_shares(line, world.size), gathering.wait(), strict=True):
+    whole = line if wire.even else torch.empty_like(given, dtype=wide)
+    for x, message in zip(split_shares(whole, world.size), gathering.wait(), strict=True):
         average(wire, [message], x)
-    put(line, bucket)
+    put(line if wire.even else line.copy_(whole[:n]), bucket)
 
     def sent(_: list[Tensor]) -> list[Tensor]:
-        given = torch.empty_like(bucket.flat, dtype=wide)
-        for x, message in zip(split_shares(given, world.size), codes, strict=True):
+        through = torch.empty_like(given, dtype=wide)
+        for x, message in zip(split_shares(through, world.size), codes, strict=True):
             average(wire, [message], x)
         lost = average(wire, [code], torch.empty_like(mine)).sub_(mine)
-        split_shares(given, world.size)[rank].add_(lost, alpha=world.size)
-        return bucket.views(given)
+        split_shares(through, world.size)[rank].add_(lost, alpha=world.size)
+        return bucket.views(through[:n])
 
     return Reduced(bucket.tensors, sent)
 

@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 from unisono.launchers.runtime.frames import cut_below_user, has_user_frame
 
-__all__ = ["NUMBERS", "Spec", "SpecError", "parse", "split_specs", "write"]
-
 NUMBERS = {"inf": math.inf, "nan": math.nan}  # words that are numbers
 _PARSING = threading.Lock()  # in CPython 3.11 two threads that parse at once may end in a SystemError
 _MAX_CHARACTERS = 4096

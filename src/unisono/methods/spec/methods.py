@@ -21,10 +21,8 @@ import torch
 
 from unisono.methods.checks import Annotation, find_fault, read_annotation, read_annotations
 from unisono.methods.facts import Example, Facts
-from unisono.methods.spec.catalog import FOLDERS, TORCH, Kind, describe_unknown, extend, find_names, names, suggest
+from unisono.methods.spec import FOLDERS, TORCH, Kind, describe_unknown, find_names, names, suggest
 from unisono.methods.spec.grammar import NUMBERS, Spec, SpecError, parse, write
-
-__all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse", "read_facts"]
 
 _ELSEWHERE = "..."  # stands for a value that text cannot hold
 
@@ -113,7 +111,8 @@ def _bind(spec: Spec, factory: Callable[..., Any]) -> inspect.BoundArguments:
     """Check a spec's arguments against the method's signature and turn each into what its parameter takes."""
     signature, hints = inspect.signature(factory), read_annotations(factory)
     parameters = signature.parameters
-    usage = f"{spec.name}{_without_annotations(signature)}"
+    bare = [p.replace(annotation=p.empty) for p in parameters.values()]
+    usage = f"{spec.name}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
     plain = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p for p in parameters.values() if p.kind is p.VAR_POSITIONAL), None)
     args = []
@@ -213,12 +212,6 @@ def _convert_word(value: Spec, hint: Annotation) -> Any:
     words = {bool: ["True", "False"], types.NoneType: ["None"]}
     near = difflib.get_close_matches(value.name.capitalize(), words.get(hint.type, []), n=1)
     raise _MismatchError(f"; did you mean {near[0]}?" if near else "")
-
-
-def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
-    empty = inspect.Signature.empty
-    plain = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
-    return signature.replace(parameters=plain, return_annotation=empty)
 
 
 def _kind_of(hint: Annotation) -> Kind | None:

@@ -1,7 +1,7 @@
 """Anchors: the last model that all ranks agreed on, and the exchange of how far each has moved from it since.
 
-`Anchors` holds all fragments of a model and what of them is under way. `AnchoredReplica` is the replica of local_sgd
-and of diloco; their `Rounds` say when to exchange, and what to do with the mean.
+`AnchoredReplica` is the replica of local_sgd and of diloco; their `Rounds` say when to exchange, and what to do with
+the mean. A `Fragment` is some of the parameters, with buckets in which their differences to the anchors travel.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.background import Handle
-from unisono.methods.buckets import split_evenly
+from unisono.methods.buckets import Bucket, group_into_buckets, on_device, split_evenly, widen
 from unisono.methods.checks import AtLeast
-from unisono.methods.exchange.reduction import LearningRates, Residual, check_real, overlap_pays
-from unisono.methods.exchange.side_channel import SideChannel
+from unisono.methods.exchange.overlap import SideChannel
+from unisono.methods.exchange.reduction import LearningRates, Reduction, Residual, check_real, overlap_pays
+from unisono.methods.exchange.windows import TrainableParameters
 from unisono.methods.reducer import Reducer
 from unisono.methods.reducers.dense import dense
-from unisono.methods.strategies._fragment import Fragment
-from unisono.methods.strategy import Buffers, Change, ModelPart, PeriodicReplica, Strategy, share
+from unisono.methods.strategy import Change, ModelPart, PeriodicReplica, share
 from unisono.methods.strategy.mistakes import SameData
 from unisono.methods.strategy.program_writes import Written
 from unisono.methods.strategy.replica import share_buffers, take_weighted_mean
@@ -33,6 +34,119 @@ from unisono.world.operations import put_back
 
 T = TypeVar("T")
 Every = Annotated[int, AtLeast(1, "windows from one exchange to the next")]
+
+
+class Fragment:
+    """Some of the model's parameters x, their anchors x0 (float32 for 16-bit ones), and buckets for x0 - x.
+
+    Parameters take part while they are trainable, and after that until the ranks have agreed on them once more.
+    """
+
+    def __init__(self, index: int, named: Sequence[tuple[str, Parameter]], reducer: Reducer, optimizer: Optimizer):
+        self.index = index
+        self.params = dict(named)
+        self.anchors: dict[str, Tensor] = {}
+        self.live: list[str] = []  # those that take part
+        self._parameters = TrainableParameters(named)
+        self.together = True  # every rank's parameters are the anchors
+        self.written = Written()  # by the program, since the last exchange
+        self.reduction = Reduction(reducer, optimizer, lambda world: None, "parameters")
+        self.buckets: list[Bucket] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Parameters that have become trainable take part, from where they are."""
+        if not self._parameters.have_changed():
+            return
+        before = set(self.live)
+        for name, p in self._parameters.trainable:
+            if name not in before:
+                self._set_anchor(name, p.detach())
+        self.live = [name for name, p in self.params.items() if p.requires_grad or name in before]
+
+    def _set_anchor(self, name: str, value: Tensor) -> None:
+        """Anchors stay the same tensors: buckets and an outer optimizer hold them."""
+        if name not in self.anchors:
+            self.anchors[name] = widen(self.params[name])
+        self.anchors[name].copy_(value)
+
+    def set_anchors(self, anchors: dict[str, Tensor] | None) -> None:
+        """Take all anchors; None: they are the parameters."""
+        self.live = [n for n, p in self.params.items() if p.requires_grad or n in (anchors or {})]
+        for name in self.live:
+            self._set_anchor(name, (anchors or {}).get(name, self.params[name].detach()))
+        self.together = anchors is None
+        self.written = Written()
+
+    def build(self, bucket_bytes: int, channel: World) -> None:
+        """Lay the buckets out; the memory is the channel's (every rank calls it alike)."""
+        self.release(channel)
+        named: list[Any] = [(name, self.anchors[name]) for name in self.live]
+        for i, some in enumerate(group_into_buckets(named, bucket_bytes)):
+            device = some[0][1].device
+            flat = channel.empty if device.type == "cpu" else partial(on_device, device)
+            bucket = Bucket(1000 * self.index + i, some, flat)
+            bucket.tag = f"differences/{self.index}.{i}"
+            self.buckets.append(bucket)
+        self.reduction.set_buckets(self.buckets)
+
+    def release(self, channel: World) -> None:
+        """Give the buckets' memory back; reducer states stay, by parameter."""
+        self.reduction.set_buckets([])
+        for bucket in self.buckets:
+            channel.release(bucket.flat)
+        self.buckets = []
+
+    def difference(self, name: str, written: Tensor | None = None) -> Tensor:
+        """x0 - x: how far this rank has come; x0 as the parameter's dtype holds it, so that standing still is 0.
+        `written` counts instead of x0."""
+        anchor, param = self.anchors[name], self.params[name].detach()
+        start = anchor.to(param.dtype) if written is None else written
+        return start.to(anchor.dtype) - param.to(anchor.dtype)
+
+    def fill(self, weight: float, written: dict[str, Tensor]) -> None:
+        """Write the differences into the buckets, times `weight`; those of parameters that the program wrote, to what
+        it wrote."""
+        for bucket in self.buckets:
+            params = [self.params[name].detach() for name in bucket.names]
+            if all(p.dtype == bucket.dtype for p in params):
+                starts = zip(bucket.names, bucket.params, strict=True)
+                torch._foreach_copy_(bucket.tensors, [written.get(name, anchor) for name, anchor in starts])
+                torch._foreach_sub_(bucket.tensors, params)
+            else:
+                found = [self.difference(name, written.get(name)) for name in bucket.names]
+                torch._foreach_copy_(bucket.tensors, found)
+            if weight == 0.0:
+                torch._foreach_zero_(bucket.tensors)  # also where they are not finite
+            elif weight != 1.0:
+                torch._foreach_mul_(bucket.tensors, weight)
+
+    def reduce(self, channel: World) -> None:
+        """Turn the differences in the buckets into their mean."""
+        for bucket in self.buckets:
+            self.reduction.begin(bucket, channel)
+        self.reduction.drain()
+        self.reduction.end_window()
+
+    def means(self) -> dict[str, Tensor]:
+        """What the buckets hold, by parameter."""
+        return {n: t for bucket in self.buckets for n, t in zip(bucket.names, bucket.tensors, strict=True)}
+
+    def return_to_anchors(self, mix: float = 0.0) -> None:
+        """x <- mix * x + (1 - mix) * x0. Parameters that were frozen become x0, and leave. Those that the program
+        loaded since this exchange began stay as they are, till the ranks have agreed on them in the next."""
+        if self.written.values and not self.written.loaded:
+            self.written = Written()
+        moved = [name for name in self.live if name not in self.written.values]
+        kept = [name for name in moved if mix > 0.0 and self.params[name].requires_grad]
+        back = [name for name in moved if mix == 0.0 or not self.params[name].requires_grad]
+        if back:
+            torch._foreach_copy_([self.params[n].detach() for n in back], [self.anchors[n] for n in back])
+        for name in kept:
+            param, anchor = self.params[name].detach(), self.anchors[name]
+            param.copy_(torch.lerp(anchor, param.to(anchor.dtype), mix))
+        self.live = [name for name in self.live if self.params[name].requires_grad]
+        self.together = mix == 0.0 and not self.written.values
 
 
 @dataclass
@@ -46,76 +160,90 @@ class PendingExchange:
     written: Written
 
 
-class Anchors:
-    """The fragments of a model, and their exchanges: `begin` takes a fragment's differences and starts to send them,
-    `finish` waits for them and gives their mean.
+class Rounds(ABC):
+    """A method: when the ranks exchange their differences to the last agreed model, and what follows from the mean."""
 
-    `behind`: exchanges run behind the program. `always`: also where there is nobody to exchange with.
+    @abstractmethod
+    def meet(self, replica: AnchoredReplica) -> None:
+        """Window `replica.met` has ended on every rank: exchange what is due, by `exchange` and `finish`."""
+
+    @abstractmethod
+    def shared_state(self, replica: AnchoredReplica) -> dict[str, Any]:
+        """What all ranks have alike, and the method has to go on with."""
+
+    @abstractmethod
+    def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
+        """Take it, from a checkpoint or from the rank that all go on from in a new world."""
+
+
+class AnchoredReplica(PeriodicReplica):
+    """Local training whose differences to the last agreed model are exchanged in the `rounds` of a method: `exchange`
+    takes a fragment's differences and starts to send them, `finish` waits for them and gives their mean.
+
+    `strategy` has the settings reducer, buffers, accumulate and bucket_bytes. `count`: of fragments. `behind`:
+    exchanges run behind the program. `always`: also where there is nobody to exchange with.
     """
+
+    own_optimizer: ClassVar[bool] = True
+    slow_ranks = "deal"
+    strategy: Any
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
+        world: World,
+        strategy: Any,
+        rounds: Rounds,
         *,
-        reducer: Reducer | None,
-        buffers: Buffers,
-        bucket_bytes: int,
-        fragments: int = 1,
+        count: int = 1,
         behind: bool = False,
         always: bool = False,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self.reducer = reducer if reducer is not None else dense()
-        self._buffers, self._bucket_bytes, self._count = buffers, bucket_bytes, fragments
-        self._behind, self._always = behind, always
+        self.rounds, self._count, self._behind, self._always = rounds, count, behind, always
+        self.reducer: Reducer = strategy.reducer if strategy.reducer is not None else dense()
         self.fragments: list[Fragment] = []
         self.pending: dict[int, PendingExchange] = {}
         self._learning_rates = LearningRates(optimizer)
         self._rates = self._learning_rates.by_group()
-        self.fell = [False] * fragments  # a learning rate fell since a fragment was exchanged
-        self._agreed = [0] * fragments  # the window in which each fragment's anchors were last agreed on
-        self._weights: list[list[float]] = [[] for _ in range(fragments)]  # of the windows since its last exchange
+        self.fell = [False] * count  # a learning rate fell since a fragment was exchanged
+        self._agreed = [0] * count  # the window in which each fragment's anchors were last agreed on
+        self._weights: list[list[float]] = [[] for _ in range(count)]  # of the windows since its last exchange
         self._begun: set[int] = set()  # what was under way when the world ended
-        self.follows_writes = always or not self.reducer.exact  # else the mean of what ranks have is what they wrote
         self.loaded: list[str] = []  # what the program loaded, and the ranks agreed on with the last exchange
         self._side: SideChannel | None = None
-        self._world, self._channel = World(), None  # type: tuple[World, World | None]
-        self._same_data = SameData(self._world)
+        self._channel: World | None = None
+        super().__init__(model, optimizer, world, strategy)
+        for fragment in self.fragments:
+            fragment.reduction.warn_if_more_than_dense(world)
 
     # A world -----------------------------------------------------------------------------------------------------
 
-    def start(self, world: World) -> None:
+    def start(self) -> None:
         """Fragments, where they are needed, with buckets in this world."""
-        self._world, self._same_data = world, SameData(world)
-        if world.size == 1 and self.reducer.exact and not self._always:
-            self.fragments = []
+        world, reducer = self.world, self.reducer
+        self._same_data = SameData(world) if reducer.exact else None  # None: it has seen enough
+        if world.size == 1 and reducer.exact and not self._always:
+            self.fragments, self.follows_writes = [], False
             return
         if not self.fragments:
-            if self.reducer.check is not None:
-                self.reducer.check(self._optimizer, world)
-            parts = split_evenly(list(self._model.named_parameters()), self._count)
-            check_real(self.reducer, [named for part in parts for named in part])
-            self.fragments = [Fragment(i, part, self.reducer, self._optimizer) for i, part in enumerate(parts)]
-        inline = self._behind or self.reducer.stages is None or not overlap_pays(world)
+            if reducer.check is not None:
+                reducer.check(self.optimizer, world)
+            parts = split_evenly(list(self.model.named_parameters()), self._count)
+            check_real(reducer, [named for part in parts for named in part])
+            self.fragments = [Fragment(i, part, reducer, self.optimizer) for i, part in enumerate(parts)]
+        self.follows_writes = self._always or not reducer.exact  # else the mean of what ranks have is what they wrote
+        inline = self._behind or reducer.stages is None or not overlap_pays(world)
         if self._behind and world.size > 1:
-            device = next((p.device for p in self._model.parameters() if p.is_cuda), None)
+            device = next((p.device for p in self.model.parameters() if p.is_cuda), None)
             self._side = SideChannel(world, device, inline=inline, behind=True)
             self._channel = self._side.channel
         else:
             self._channel = world.channel(inline=inline)
         for fragment in self.fragments:
-            self._build(fragment)
+            self.run(partial(fragment.build, self.strategy.bucket_bytes))
 
-    def warn_if_more_than_dense(self) -> None:
-        """Say so where the reducer would send more than the exact mean does."""
-        for fragment in self.fragments:
-            fragment.reduction.warn_if_more_than_dense(self._world)
-
-    def _build(self, fragment: Fragment) -> None:
-        self.run(lambda channel: fragment.build(channel, self._bucket_bytes))
-
-    def stop(self) -> None:
+    def stop(self, change: Change | None = None) -> None:
         """Let go of buckets, thread and channel; what is under way ends first."""
         if self._side is not None:
             self._side.finish()
@@ -124,6 +252,8 @@ class Anchors:
                 fragment.release(self._channel)
             self._channel.close()
         self._side = self._channel = None
+        if change is None:
+            self.pending = {}
 
     def run(self, job: Callable[[World], T]) -> T:
         """Run a job on the channel after what is under way there, and wait for it."""
@@ -135,13 +265,14 @@ class Anchors:
         assert self._channel is not None, "a world that exchanges something"
         return Handle.of(job(self._channel))
 
-    # Exchanges ---------------------------------------------------------------------------------------------------
+    # Windows -----------------------------------------------------------------------------------------------------
 
-    def before_step(self) -> None:
+    def advance(self) -> None:
         """The optimizer is about to move the parameters: what has become trainable takes part from here."""
         for fragment in self.fragments:
             fragment.follow()
             fragment.together = False
+        super().advance()
 
     def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
         """Keep what the program wrote to these parameters, until the next exchange compares it."""
@@ -152,15 +283,11 @@ class Anchors:
                 fragment.written.take(found, loaded=loaded)
                 fragment.together = False
 
-    def update_learning_rates(self) -> None:
-        """Remember that a learning rate fell, until every fragment's exchange has said so."""
-        now = self._learning_rates.by_group()
-        if any(new < old for new, old in zip(now, self._rates, strict=False)):
-            self.fell = [True] * self._count
-        self._rates = now
+    def weight_changed(self, weight: float) -> None:
+        """A batch of weight zero stands in for one that is missing; the others count in the mean of the models."""
+        self.weigh_gradients(None if weight else torch.zeros_like)
 
     def count_window(self, weight: float) -> None:
-        """A window has ended whose batches had this weight (`World.weight`)."""
         for fragment in self.fragments:
             self._weights[fragment.index].append(weight)
 
@@ -169,26 +296,36 @@ class Anchors:
         weights = self._weights[fragment]
         return sum(weights) / len(weights) if weights else 1.0
 
-    def begin(self, fragment: Fragment, window: int, *, delay: int = 0, agree_on_decay: bool = False) -> float:
+    def meet(self) -> None:
+        now = self._learning_rates.by_group()
+        if any(new < old for new, old in zip(now, self._rates, strict=False)):
+            self.fell = [True] * self._count  # until every fragment's exchange has said so
+        self._rates = now
+        self.rounds.meet(self)
+
+    def exchange(self, fragment: Fragment, *, delay: int = 0, agree_on_decay: bool = False) -> float:
         """Take the fragment's differences and start their exchange, to be applied `delay` windows later. They count by
         the samples that this rank saw since the fragment's last exchange: gives how much.
 
         `agree_on_decay`: all ranks hear whether a learning rate fell on some rank (always, under a reducer that
         compresses).
         """
-        if not fragment.has_its_buckets:
-            self._build(fragment)
+        if {name for bucket in fragment.buckets for name in bucket.names} != set(fragment.live):
+            self.run(partial(fragment.build, self.strategy.bucket_bytes))
         weight, self._weights[fragment.index] = self.weight(fragment.index), []
-        written = fragment.hand_over_written()
+        written, code = fragment.written, 0
+        if written.values:
+            fragment.written = Written()
+            written.values = {name: value for name, value in written.values.items() if name in fragment.live}
+            code = written.code()
         fragment.fill(weight, written.values)
         mine, self.fell[fragment.index] = self.fell[fragment.index], False
-        asks, code = agree_on_decay or self.follows_writes, written.code()
-        watches = fragment.index == 0 and self.reducer.exact
+        asks = agree_on_decay or self.follows_writes
         buffers = self._buffers_to_share() if fragment.index == 0 else []
         if delay:
             buffers = [b.clone() for b in buffers]
 
-        def exchange(channel: World) -> tuple[bool, bool]:
+        def run(channel: World) -> tuple[bool, bool]:
             fell, agreed = mine, False
             if asks:
                 flags = torch.tensor([mine, code, -code])
@@ -196,32 +333,45 @@ class Anchors:
                 agreed = 0 < most == -least
                 fragment.reduction.set_decayed(bool(fell))
             if not agreed:
-                fragment.count_as_training(written.values, weight)
+                means = fragment.means() if written.values else {}
+                for name, value in written.values.items():  # becomes part of how far this rank has come
+                    anchor = fragment.anchors[name]
+                    means[name].add_(anchor.to(value.dtype).to(anchor.dtype) - value.to(anchor.dtype), alpha=weight)
             elif written.loaded:
                 fragment.reduction.drop_unsent(written.values)
-            with self._same_data.watching(fragment.widest if watches else None):
-                fragment.reduce(channel)
-            share_buffers(buffers, self._buffers, channel, weight)
+            self._reduce(fragment, channel)
+            share_buffers(buffers, self.strategy.buffers, channel, weight)
             return bool(fell), agreed
 
-        handle = self._submit(exchange)
-        self.pending[fragment.index] = PendingExchange(window + delay, handle, fragment.means, buffers, written)
+        handle = self._submit(run)
+        self.pending[fragment.index] = PendingExchange(self.met + delay, handle, fragment.means, buffers, written)
         return weight
 
-    def finish(self, fragment: Fragment, window: int) -> tuple[dict[str, Tensor], bool]:
+    def _reduce(self, fragment: Fragment, channel: World) -> None:
+        """To the mean; in the first windows, all ranks' first differences are compared with it (see `SameData`)."""
+        if self._same_data is None or fragment.index:
+            fragment.reduce(channel)
+            return
+        with self._same_data.watching(max(fragment.means().values(), key=Tensor.numel)):
+            fragment.reduce(channel)
+        if not self._same_data.is_looking:
+            self._same_data = None
+
+    def finish(self, fragment: Fragment) -> tuple[dict[str, Tensor], bool]:
         """The mean of the differences, and whether a learning rate fell on some rank (if the ranks agreed on it)."""
         pending = self.pending.pop(fragment.index)
         fell, wrote_alike = self._wait_for(pending)
-        if wrote_alike:
-            fragment.agree_on(pending.written.values)
+        for name, value in pending.written.values.items() if wrote_alike else ():
+            anchor = fragment.anchors[name]  # becomes that; numbers that were not changed keep their precision
+            anchor.copy_(torch.where(value == anchor.to(value.dtype), anchor, value.to(anchor.dtype)))
         self.loaded = list(pending.written.values) if wrote_alike and pending.written.loaded else []
         for mine, agreed in zip(self._buffers_to_share(), pending.buffers, strict=False):
             put_back(mine, agreed)
-        self._agreed[fragment.index] = window
+        self._agreed[fragment.index] = self.met
         return pending.means(), fell
 
     def _wait_for(self, pending: PendingExchange) -> tuple[bool, bool]:
-        ledger = self._world.ledger
+        ledger = self.world.ledger
         start = ledger.clock()
         found = pending.handle.wait()
         if self._behind:
@@ -229,31 +379,34 @@ class Anchors:
         return found
 
     def _buffers_to_share(self) -> list[Tensor]:
-        if self._buffers == "local" or self._world.size == 1:
+        if self.strategy.buffers == "local" or self.world.size == 1:
             return []
-        return [b.detach() for b in self._model.buffers()]
+        return [b.detach() for b in self.model.buffers()]
+
+    # The model, and state ----------------------------------------------------------------------------------------
+
+    def consolidate(self) -> nn.Module:
+        """A copy with the mean of all ranks' parameters and buffers, by their samples (every rank calls it)."""
+        self.meet_if_due()
+        made = self.copy_model()
+        if self.world.size > 1:
+            self.run(partial(self._fill_with_means, made))
+        self.average_frozen(made)
+        return made
 
     @torch.no_grad()
-    def fill_with_means(self, model: nn.Module) -> None:
-        """Give a copy of the model the mean of all ranks' parameters and buffers, by `weight` (every rank calls it)."""
-        if self._world.size > 1:
-            self.run(partial(self._fill_with_means, model))
-
-    def _fill_with_means(self, model: nn.Module, channel: World) -> None:
-        theirs = dict(model.named_parameters())
+    def _fill_with_means(self, made: nn.Module, channel: World) -> None:
+        theirs = dict(made.named_parameters())
         for fragment in self.fragments:
             differences = [fragment.difference(name) for name in fragment.live]
             take_weighted_mean(differences, self.weight(fragment.index), channel, tag="consolidate")
             for name, difference in zip(fragment.live, differences, strict=True):
                 theirs[name].detach().copy_(fragment.anchors[name] - difference)
-        share_buffers([b.detach() for b in model.buffers()], "average", channel, self.weight(0))
+        share_buffers([b.detach() for b in made.buffers()], "average", channel, self.weight(0))
 
-    def weights(self) -> dict[Tensor, float]:
-        """By parameter and buffer: how much this rank counts in the mean over the ranks, as it is now."""
+    def model_part(self) -> ModelPart:
         found: dict[Tensor, float] = {f.params[n]: self.weight(f.index) for f in self.fragments for n in f.live}
-        return found | dict.fromkeys(self._model.buffers(), self.weight(0))
-
-    # State -------------------------------------------------------------------------------------------------------
+        return ModelPart(weights=found | dict.fromkeys(self.model.buffers(), self.weight(0)))
 
     def shared_state(self) -> dict[str, Any]:
         """Anchors are left out where they are the model's parameters, bit by bit, on every rank."""
@@ -268,19 +421,19 @@ class Anchors:
                 "buffers": pending.buffers,
             }
         same = all(f.together and all(f.anchors[n].dtype == f.params[n].dtype for n in f.live) for f in self.fragments)
-        anchors = {name: f.anchors[name] for f in self.fragments for name in f.live}
         return {
-            "anchors": None if same else anchors,
+            **super().shared_state(),
+            "anchors": None if same else {name: f.anchors[name] for f in self.fragments for name in f.live},
             "fragments": len(self.fragments),
             "under way": under_way,
             "reducer": [f.reduction.state_dict()["shared"] for f in self.fragments],
             "rates": list(self._rates),
             "fell": list(self.fell),
             "agreed": list(self._agreed),
+            **self.rounds.shared_state(self),
         }
 
     def local_state(self) -> dict[str, Any]:
-        """What this rank's reducers keep, and what it saw since the last exchanges."""
         return {
             "reducer": [f.reduction.state_dict()["local"] for f in self.fragments],
             "weights": [list(weights) for weights in self._weights],
@@ -289,14 +442,21 @@ class Anchors:
 
     @torch.no_grad()
     def load_shared(self, shared: dict[str, Any]) -> None:
-        """Anchors, and exchanges that were under way."""
+        """Anchors, and exchanges that were under way. At another world size the parameters are the mean of the former
+        ranks' (see `un.load`): with the anchors as they were, the next exchange gives what theirs would have given."""
+        if "anchors" not in shared:
+            raise ValueError(
+                "the checkpoint is of a strategy that keeps no anchors: load it with the strategy that it was saved "
+                f"with, then call replica.switch({type(self.strategy).__name__!r})"
+            )
+        super().load_shared(shared)
         count = shared["fragments"]
         if self.fragments and count not in (0, len(self.fragments)):
             raise ValueError(
                 f"the checkpoint has {count} fragment(s), this strategy {len(self.fragments)}: go on with the "
                 "number of fragments it was saved with"
             )
-        self.forget_pending()
+        self._forget_pending(keep_arrived=False)
         self._rates, self._agreed = list(shared["rates"]), list(shared["agreed"])
         self.fell = list(shared["fell"])
         for fragment in self.fragments:
@@ -304,71 +464,35 @@ class Anchors:
         for index, saved in shared["under way"].items() if self.fragments else ():
             anchors = self.fragments[int(index)].anchors
             means = {name: torch.empty_like(anchors[name]).copy_(mean) for name, mean in saved["means"].items()}
-            buffers = [b.to(self._world.device, copy=True) for b in saved["buffers"]]
+            buffers = [b.to(self.world.device, copy=True) for b in saved["buffers"]]
             written = saved.get("written")
             handle = Handle.of((saved["heard"], written is not None))
             self.pending[int(index)] = PendingExchange(
-                saved["due"], handle, partial(dict, means), buffers, Written.of(written, self._world.device)
+                saved["due"], handle, partial(dict, means), buffers, Written.of(written, self.world.device)
             )
+        self.rounds.load_shared(self, shared)
 
-    def load_locals(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """What the ranks' reducers kept, if the fragments are the same; in the same world, what this rank saw."""
-        self.forget_weights()
+        self._weights = [[] for _ in range(self._count)]
         if same_world and len(locals_[0].get("weights", ())) == self._count:
             self._weights = [list(weights) for weights in locals_[0]["weights"]]
         if len(self.fragments) == shared["fragments"]:
             for i, fragment in enumerate(self.fragments):
                 fragment.reduction.load_state_dict(shared["reducer"][i], [part["reducer"][i] for part in locals_])
                 saved = locals_[0].get("written") if same_world else None
-                fragment.written = Written.of(saved[i] if saved else None, self._world.device)
+                fragment.written = Written.of(saved[i] if saved else None, self.world.device)
 
-    def forget_weights(self) -> None:
-        """All ranks have the same parameters: what each saw until now counts no more."""
-        self._weights = [[] for _ in range(self._count)]
-
-    def forget_pending(self, *, keep_arrived: bool = False) -> list[int]:
-        """Wait for what is under way, and forget it, or keep what arrived; gives the fragments that arrived."""
-        arrived, self._begun = [], set(self.pending)
+    def _forget_pending(self, *, keep_arrived: bool) -> None:
+        """Wait for what is under way, and forget it, or keep what arrived."""
+        arrived, self._begun = {}, set(self.pending)
         for index, pending in sorted(self.pending.items()):
             try:
                 pending.handle.wait()
-                arrived.append(index)
+                arrived[index] = pending
             except Exception:  # noqa: PERF203 - a lost rank: what was under way does not arrive
                 continue
-        self.pending = {i: self.pending[i] for i in arrived} if keep_arrived else {}
-        return arrived
-
-    # Another world, another strategy -----------------------------------------------------------------------------
-
-    def progress(self) -> dict[str, Any]:
-        """When each fragment was last agreed on, which exchanges begun since arrived, and how much this rank counts."""
-        return {
-            "reached": list(self._agreed),
-            "begun": sorted(self._begun),
-            "arrived": sorted(self.pending),
-            "weights": [self.weight(i) for i in range(self._count)],
-        }
-
-    def move_reducers(self, change: Change, shared: dict[str, Any], dropped: set[int]) -> None:
-        """Bring the reducers' states over; not what belongs to exchanges that were `dropped`."""
-        for fragment, kept in zip(self.fragments, shared["reducer"], strict=False):
-            keep = change.keeps and fragment.index not in dropped
-            fragment.reduction.move(kept, keep=keep, factor=change.factor)
-
-    def average_parameters(self, change: Change) -> None:
-        """The anchors are the source's now: parameters become x0 - mean(x0 - x_i) of all who stayed, by `weight`."""
-        world, stayed = change.world, change.stayed
-        named = [(f, name) for f in self.fragments for name in f.live]
-        sums = [torch.zeros_like(f.anchors[name]) for f, name in named]
-        for (fragment, name), mine in zip(named, sums, strict=True):
-            total = sum(change.progress[r]["weights"][fragment.index] for r in stayed)
-            weight = self.weight(fragment.index) * len(stayed) / total if total else 1.0
-            if change.keeps and weight:
-                mine.copy_(fragment.difference(name)).mul_(weight)
-        world.all_reduce(sums, "sum", tag="rebind").wait()
-        share(self._model, world, change.source)
-        for (fragment, name), total in zip(named, sums, strict=True):
-            fragment.params[name].detach().copy_(fragment.anchors[name] - total / len(stayed))
+        self.pending = arrived if keep_arrived else {}
 
     def unsent(self) -> Residual | None:
         """What the fragments' reducers have kept back, of all parameters."""
@@ -385,124 +509,27 @@ class Anchors:
 
     def take_unsent(self, unsent: Residual) -> None:
         """Each fragment's reducer goes on with what was kept back of its parameters."""
+        if unsent.unit != "parameters" or not self.fragments:
+            super().take_unsent(unsent)
+            return
         for fragment in self.fragments:
             fragment.reduction.take_unsent(unsent.only(list(fragment.params)))
-
-
-class Rounds(ABC):
-    """A method: when the ranks exchange their differences to the last agreed model, and what follows from the mean."""
-
-    @abstractmethod
-    def meet(self, replica: AnchoredReplica) -> None:
-        """Window `replica.met` has ended on every rank: exchange what is due, by `replica.anchors`."""
-
-    @abstractmethod
-    def shared_state(self, replica: AnchoredReplica) -> dict[str, Any]:
-        """What all ranks have alike, and the method has to go on with."""
-
-    @abstractmethod
-    def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
-        """Take it, from a checkpoint or from the rank that all go on from in a new world."""
-
-
-class AnchoredReplica(PeriodicReplica):
-    """Local training whose differences to the last agreed model are exchanged in the `rounds` of a method."""
-
-    own_optimizer: ClassVar[bool] = True
-    slow_ranks = "deal"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        world: World,
-        strategy: Strategy,
-        anchors: Anchors,
-        rounds: Rounds,
-        *,
-        accumulate: int,
-    ) -> None:
-        self.anchors, self.rounds = anchors, rounds
-        super().__init__(model, optimizer, world, strategy, accumulate=accumulate)
-        anchors.warn_if_more_than_dense()
-
-    def start(self) -> None:
-        self.anchors.start(self.world)
-        self.follows_writes = self.anchors.follows_writes and bool(self.anchors.fragments)
-
-    def meet(self) -> None:
-        self.anchors.update_learning_rates()
-        self.rounds.meet(self)
-
-    def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
-        self.anchors.take_writes(names, loaded=loaded)
-
-    def stop(self, change: Change | None = None) -> None:
-        self.anchors.stop()
-        if change is None:
-            self.anchors.pending = {}
-
-    def advance(self) -> None:
-        self.anchors.before_step()
-        super().advance()
-
-    def weight_changed(self, weight: float) -> None:
-        """A batch of weight zero stands in for one that is missing; the others count in the mean of the models."""
-        self.weigh_gradients(None if weight else torch.zeros_like)
-
-    def count_window(self, weight: float) -> None:
-        self.anchors.count_window(weight)
-
-    def consolidate(self) -> nn.Module:
-        """A copy with the mean of all ranks' parameters and buffers, by their samples (every rank calls it)."""
-        self.meet_if_due()
-        made = self.copy_model()
-        self.anchors.fill_with_means(made)
-        self.average_frozen(made)
-        return made
-
-    def model_part(self) -> ModelPart:
-        return ModelPart(weights=self.anchors.weights())
-
-    def shared_state(self) -> dict[str, Any]:
-        return {**super().shared_state(), **self.anchors.shared_state(), **self.rounds.shared_state(self)}
-
-    def local_state(self) -> dict[str, Any]:
-        return self.anchors.local_state()
-
-    def load_shared(self, shared: dict[str, Any]) -> None:
-        """At another world size the parameters are the mean of the former ranks' (see `un.load`): with the anchors
-        as they were, the next exchange gives what theirs would have given."""
-        if "anchors" not in shared:
-            raise ValueError(
-                "the checkpoint is of a strategy that keeps no anchors: load it with the strategy that it was saved "
-                f"with, then call replica.switch({type(self.strategy).__name__!r})"
-            )
-        super().load_shared(shared)
-        self.anchors.load_shared(shared)
-        self.rounds.load_shared(self, shared)
-
-    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
-        self.anchors.load_locals(shared, locals_, same_world=same_world)
-
-    def unsent(self) -> Residual | None:
-        return self.anchors.unsent()
-
-    def take_unsent(self, unsent: Residual) -> None:
-        if unsent.unit == "parameters" and self.anchors.fragments:
-            self.anchors.take_unsent(unsent)
-        else:
-            super().take_unsent(unsent)
 
     # Another world: those who stayed last agreed on the same anchors as the source, in a world of its size. They bring
     # their parameters, and keep their optimizer's state.
 
     def settle(self, *, is_source: bool) -> None:
         self._unmet = 0
-        self.anchors.forget_pending(keep_arrived=True)
+        self._forget_pending(keep_arrived=True)
 
     def progress(self) -> dict[str, Any]:
-        return self.anchors.progress()
+        """When each fragment was last agreed on, which exchanges begun since arrived, and how much this rank counts."""
+        return {
+            "reached": list(self._agreed),
+            "begun": sorted(self._begun),
+            "arrived": sorted(self.pending),
+            "weights": [self.weight(i) for i in range(self._count)],
+        }
 
     def take_model(self, change: Change) -> str:
         """With the anchors: see `carry`."""
@@ -517,17 +544,34 @@ class AnchoredReplica(PeriodicReplica):
         every = [change.progress[r] for r in change.stayed]
         dropped = {i for mine in every for i in mine["begun"] if any(i not in other["arrived"] for other in every)}
         shared["under way"] = {i: saved for i, saved in shared["under way"].items() if int(i) not in dropped}
-        if shared["anchors"] is None or not self.anchors.fragments:  # all who stayed have the same parameters
+        if shared["anchors"] is None or not self.fragments:  # all who stayed have the same parameters
             share(self.model, change.world, change.source)
             self.load_shared(shared)
         else:
             self.load_shared(shared)
-            self.anchors.average_parameters(change)
-        self.anchors.forget_weights()
-        self.anchors.move_reducers(change, shared, dropped)
+            self._average_parameters(change)
+        self._weights = [[] for _ in range(self._count)]  # all ranks have the same parameters
+        for fragment, kept in zip(self.fragments, shared["reducer"], strict=False):
+            keep = change.keeps and fragment.index not in dropped
+            fragment.reduction.move(kept, keep=keep, factor=change.factor)
         if not dropped:
             return ""
         return (
             f"the exchange of {len(dropped)} fragment(s) did not arrive: their differences go with the next "
             "one, what their reducers kept back is gone"
         )
+
+    def _average_parameters(self, change: Change) -> None:
+        """The anchors are the source's now: parameters become x0 - mean(x0 - x_i) of all who stayed, by `weight`."""
+        world, stayed = change.world, change.stayed
+        named = [(f, name) for f in self.fragments for name in f.live]
+        sums = [torch.zeros_like(f.anchors[name]) for f, name in named]
+        for (fragment, name), mine in zip(named, sums, strict=True):
+            total = sum(change.progress[r]["weights"][fragment.index] for r in stayed)
+            weight = self.weight(fragment.index) * len(stayed) / total if total else 1.0
+            if change.keeps and weight:
+                mine.copy_(fragment.difference(name)).mul_(weight)
+        world.all_reduce(sums, "sum", tag="rebind").wait()
+        share(self.model, world, change.source)
+        for (fragment, name), total in zip(named, sums, strict=True):
+            fragment.params[name].detach().copy_(fragment.anchors[name] - total / len(stayed))

@@ -74,18 +74,10 @@ class LazyGradient(Tensor):
 # What torch calls with at least one such gradient, at whatever place among the arguments ---------------------------
 
 
-def _add_(x: Any, other: Tensor, alpha: float = 1) -> Any:
-    return x.add_pass(other, alpha) if isinstance(x, LazyGradient) else NotImplemented
-
-
 def _norm(x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     if dim is not None or keepdim or not isinstance(x, LazyGradient):
         return NotImplemented
     return x.find_norm(float(order), dtype)
-
-
-def _plain_norm(x: Any, p: Any = 2, *rest: Any, **kwargs: Any) -> Any:
-    return NotImplemented if rest or kwargs else _norm(x, 2 if p is None else p)
 
 
 def _change(how: str, x: Any, number: Any, **kwargs: Any) -> Any:
@@ -144,9 +136,9 @@ def _sort_out(xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
 _aten = torch.ops.aten
 _HANDLERS: dict[Any, Any] = {
     _aten.detach: lambda x: x,
-    _aten.add_: _add_,
+    _aten.add_: lambda x, y, alpha=1: x.add_pass(y, alpha) if isinstance(x, LazyGradient) else NotImplemented,
     _aten.linalg_vector_norm: _norm,
-    _aten.norm: _plain_norm,
+    _aten.norm: lambda x, p=2, *rest, **kw: NotImplemented if rest or kw else _norm(x, 2 if p is None else p),
     _aten._foreach_norm: _foreach_norm,
     _aten.mul_: partial(_change, "mul"),
     _aten.div_: partial(_change, "div"),

@@ -87,33 +87,27 @@ class AllReduceReplica(Replica):
         check_real(self.reducer, dense_ones)
         if self.reducer.exact:
             self._probe = GradientProbe(self.model.parameters(), self.world)
-        pays = overlap_pays(self.world)
-        overlap = pays if self.strategy.overlap is None else self.strategy.overlap
+        apart = self.reducer.apart and self.world.reads_peers
         self.windows = Exchange(
             dense_ones,
             sparse_ones,
             self.world,
             self.reduction,
-            bucket_bytes=self._bucket_bytes(overlap),
-            overlap=overlap,
-            inline=self.reducer.stages is None or not pays,
+            bucket_bytes=self._find_bucket_bytes(apart),
+            overlap=self.strategy.overlap,
             accumulate=self.strategy.accumulate,
             advance=self.advance,
             by_ready=self.strategy.order == "ready",
-            apart=self._apart,
+            apart=apart,
         )
         self.reduction.warn_if_more_than_dense(self.world)
 
-    @property
-    def _apart(self) -> bool:
-        """Whether large gradients are exchanged where autograd put them."""
-        return self.reducer.apart and self.world.reads_peers
-
-    def _bucket_bytes(self, overlap: bool) -> int:
+    def _find_bucket_bytes(self, apart: bool) -> int:
         if self.strategy.bucket_bytes is not None:
             return self.strategy.bucket_bytes
         on_gpu = any(p.is_cuda for p in self.model.parameters())
-        large = not self.reducer.exact if on_gpu else self._apart and not overlap  # nothing then waits to be filled
+        overlap = overlap_pays(self.world) if self.strategy.overlap is None else self.strategy.overlap
+        large = not self.reducer.exact if on_gpu else apart and not overlap  # nothing then waits to be filled
         return LARGE_BUCKET_BYTES if large else BUCKET_BYTES
 
     def advance(self) -> None:

@@ -20,7 +20,7 @@ from unisono.background import SerialQueue
 from unisono.methods.buckets import BUCKET_BYTES
 from unisono.methods.checks import AtLeast, Range
 from unisono.methods.exchange.overlap import Exchange, split_sparse
-from unisono.methods.exchange.reduction import Reduction, overlap_pays
+from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducers.dense import dense
 from unisono.methods.strategies._graphs import ExchangedParameters, Lines
@@ -166,10 +166,6 @@ class Averager:
             self._closing = True
             self._changed.notify_all()
 
-    def drain_at_exit(self) -> None:
-        """Stay until the others have had their next round: they would take me for dead."""
-        self._lane.close(self._every_s + _ROUND_S)
-
     def close(self) -> None:
         """End the thread."""
         self.end()
@@ -251,8 +247,8 @@ _averagers: weakref.WeakSet[Averager] = weakref.WeakSet()
 def _end_all() -> None:
     for averager in list(_averagers):
         averager.end()
-    for averager in list(_averagers):
-        averager.drain_at_exit()
+    for averager in list(_averagers):  # stay until the others have had their next round: they would take me for dead
+        averager._lane.close(averager._every_s + _ROUND_S)
 
 
 class AsyncAverageReplica(PeriodicReplica):
@@ -265,7 +261,7 @@ class AsyncAverageReplica(PeriodicReplica):
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: async_average) -> None:
         self._averager: Averager | None = None
         self._warming = False
-        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        super().__init__(model, optimizer, world, strategy)
 
     def start(self) -> None:
         self._warming = False
@@ -278,22 +274,16 @@ class AsyncAverageReplica(PeriodicReplica):
         self._warming = self.step < self.strategy.warmup
         if self._warming:
             self.windows.close()
-            self.windows = self._synchronous()
+            self.windows = Exchange(  # counts windows as a Counter does, and leaves the mean gradients
+                *split_sparse(self.model),
+                self.world,
+                Reduction(dense(), self.optimizer, lambda world: None, "gradients"),
+                bucket_bytes=BUCKET_BYTES,
+                overlap=None,
+                accumulate=self.strategy.accumulate,
+                advance=self.advance,
+            )
         self.weight_changed(self.world.weight)
-
-    def _synchronous(self) -> Exchange:
-        """Counts windows as a Counter does, and leaves the mean gradients."""
-        pays = overlap_pays(self.world)
-        return Exchange(
-            *split_sparse(self.model),
-            self.world,
-            Reduction(dense(), self.optimizer, lambda world: None, "gradients"),
-            bucket_bytes=BUCKET_BYTES,
-            overlap=pays,
-            inline=not pays,
-            accumulate=self.strategy.accumulate,
-            advance=self.advance,
-        )
 
     def stop(self, change: Change | None = None) -> None:
         if self._averager is not None:

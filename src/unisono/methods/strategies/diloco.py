@@ -16,8 +16,7 @@ from unisono.methods.buckets import BUCKET_BYTES
 from unisono.methods.checks import AtLeast, Range
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reducer
-from unisono.methods.strategies._anchored import AnchoredReplica, Anchors, Every, Rounds
-from unisono.methods.strategies._fragment import Fragment
+from unisono.methods.strategies._anchored import AnchoredReplica, Every, Fragment, Rounds
 from unisono.methods.strategy import Accumulate, BucketBytes, Buffers, Pattern, Replica, Strategy
 from unisono.world import World
 
@@ -99,17 +98,9 @@ class diloco(Strategy):
         )
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        anchors = Anchors(
-            model,
-            optimizer,
-            reducer=self.reducer,
-            buffers=self.buffers,
-            bucket_bytes=self.bucket_bytes,
-            fragments=self.fragments,
-            behind=self.delay > 0,
-            always=True,  # the outer optimizer has its effect on one worker too
-        )
-        return AnchoredReplica(model, optimizer, world, self, anchors, DiLoCo(self), accumulate=self.accumulate)
+        # always: the outer optimizer has its effect on one worker too
+        rounds, behind = DiLoCo(self), self.delay > 0
+        return AnchoredReplica(model, optimizer, world, self, rounds, count=self.fragments, behind=behind, always=True)
 
 
 class DiLoCo(Rounds):
@@ -122,20 +113,19 @@ class DiLoCo(Rounds):
 
     def meet(self, replica: AnchoredReplica) -> None:
         """1. begin: the fragments whose window this is; 2. apply: those whose delay is over."""
-        anchors, window = replica.anchors, replica.met
-        every, count = self._strategy.every, len(anchors.fragments)
-        for f, fragment in enumerate(anchors.fragments):
-            if (window - (f + 1) * every // count) % every == 0:
-                anchors.begin(fragment, window, delay=self._strategy.delay)
-        for fragment in anchors.fragments:
-            pending = anchors.pending.get(fragment.index)
-            if pending is not None and window >= pending.due:
-                self._apply(anchors, fragment, window)
+        every, count = self._strategy.every, len(replica.fragments)
+        for f, fragment in enumerate(replica.fragments):
+            if (replica.met - (f + 1) * every // count) % every == 0:
+                replica.exchange(fragment, delay=self._strategy.delay)
+        for fragment in replica.fragments:
+            pending = replica.pending.get(fragment.index)
+            if pending is not None and replica.met >= pending.due:
+                self._apply(replica, fragment)
 
-    def _apply(self, anchors: Anchors, fragment: Fragment, window: int) -> None:
-        means, _ = anchors.finish(fragment, window)
+    def _apply(self, replica: AnchoredReplica, fragment: Fragment) -> None:
+        means, _ = replica.finish(fragment)
         outer = self._outer_optimizer(fragment)
-        for name in anchors.loaded:  # the momentum was that of another model
+        for name in replica.loaded:  # the momentum was that of another model
             outer.state.pop(fragment.anchors[name], None)
         for name, mean in means.items():
             fragment.anchors[name].grad = mean
@@ -159,12 +149,12 @@ class DiLoCo(Rounds):
 
     def shared_state(self, replica: AnchoredReplica) -> dict[str, Any]:
         states = self._outer.state if self._outer is not None else {}
-        anchors = {name: a for fragment in replica.anchors.fragments for name, a in fragment.anchors.items()}
+        anchors = {name: a for fragment in replica.fragments for name, a in fragment.anchors.items()}
         momenta = {n: states[a].get("momentum_buffer") for n, a in anchors.items() if a in states}
         return {"outer": momenta}
 
     def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
-        for fragment in replica.anchors.fragments:
+        for fragment in replica.fragments:
             states = self._outer_optimizer(fragment).state
             for name, anchor in fragment.anchors.items():
                 states.pop(anchor, None)

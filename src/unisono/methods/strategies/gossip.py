@@ -111,9 +111,6 @@ class GossipReplica(PeriodicReplica):
     strategy: gossip
     own_models = own_optimizer = True
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: gossip) -> None:
-        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
-
     def check_world(self, world: World) -> None:
         self.strategy.check_world(world)
 
@@ -227,9 +224,6 @@ class LowPrecisionReplica(PeriodicReplica):
 
     strategy: gossip
     own_models = own_optimizer = True
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: gossip) -> None:
-        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
 
     def start(self) -> None:
         self._exchanged = ExchangedParameters(self.model)

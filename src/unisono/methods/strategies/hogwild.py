@@ -68,11 +68,17 @@ class HogwildReplica(PeriodicReplica):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: hogwild) -> None:
         self._shared: list[Tensor] = []  # views of the memory of all, one for each parameter
-        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        super().__init__(model, optimizer, world, strategy)
 
     def start(self) -> None:
         """Let the parameters lie in the memory of all; rank 0's values become everyone's."""
-        self._shared = _allocate_shared(self.model, self.world)
+        params = list(self.model.parameters())
+        views: dict[Tensor, Tensor] = {p: p.data for p in params}
+        for dtype in dict.fromkeys(p.dtype for p in params) if self.world.size > 1 else ():
+            some = [p for p in params if p.dtype == dtype]
+            layout = FlatLayout(some)
+            views |= zip(some, layout.views(self.world.shared(max(1, layout.numel), dtype)), strict=True)
+        self._shared = [views[p] for p in params]
         with torch.no_grad():
             for param, view in zip(self.model.parameters(), self._shared, strict=True):
                 if self.world.rank == 0:
@@ -121,16 +127,3 @@ class HogwildReplica(PeriodicReplica):
             if param.data_ptr() == view.data_ptr():
                 param.data = param.data.clone()
         self._shared = []
-
-
-def _allocate_shared(model: nn.Module, world: World) -> list[Tensor]:
-    """Memory of all ranks for every parameter, laid out like it."""
-    params = list(model.parameters())
-    if world.size == 1:
-        return [p.data for p in params]
-    views: dict[Tensor, Tensor] = {}
-    for dtype in dict.fromkeys(p.dtype for p in params):
-        some = [p for p in params if p.dtype == dtype]
-        layout = FlatLayout(some)
-        views |= zip(some, layout.views(world.shared(max(1, layout.numel), dtype)), strict=True)
-    return [views[p] for p in params]

@@ -18,7 +18,7 @@ from unisono.methods.buckets import BUCKET_BYTES
 from unisono.methods.checks import AtLeast
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reducer
-from unisono.methods.strategies._anchored import AnchoredReplica, Anchors, Every, Rounds
+from unisono.methods.strategies._anchored import AnchoredReplica, Every, Rounds
 from unisono.methods.strategy import Accumulate, BucketBytes, Buffers, Pattern, Replica, Strategy, take_weighted_mean
 from unisono.world import World
 
@@ -77,8 +77,7 @@ class local_sgd(Strategy):
         return Pattern("windows", self.reducer, self.every, overlap=False, in_every_window={"every": 1, "start": 0})
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        anchors = Anchors(model, optimizer, reducer=self.reducer, buffers=self.buffers, bucket_bytes=self.bucket_bytes)
-        return AnchoredReplica(model, optimizer, world, self, anchors, LocalSGD(self), accumulate=self.accumulate)
+        return AnchoredReplica(model, optimizer, world, self, LocalSGD(self))
 
 
 class LocalSGD(Rounds):
@@ -89,17 +88,17 @@ class LocalSGD(Rounds):
         self._since: int | None = strategy.start if strategy.start != "decay" else None  # local from here on
 
     def meet(self, replica: AnchoredReplica) -> None:
-        anchors, window, since = replica.anchors, replica.met, self._since
+        window, since = replica.met, self._since
         if since is not None and window > since and (window - since) % self._strategy.every:
             return
-        fell = anchors.fell[0]  # of a learning rate
-        for fragment in anchors.fragments:  # one, or none in a world of one
-            weight = anchors.begin(fragment, window, agree_on_decay=since is None)
-            means, fell = anchors.finish(fragment, window)
+        fell = replica.fell[0]  # of a learning rate
+        for fragment in replica.fragments:  # one, or none in a world of one
+            weight = replica.exchange(fragment, agree_on_decay=since is None)
+            means, fell = replica.finish(fragment)
             torch._foreach_sub_([fragment.anchors[name] for name in means], list(means.values()))  # x0 - mean(x0 - x_i)
             fragment.return_to_anchors()
             if self._strategy.momentum == "average" and replica.world.size > 1:
-                anchors.run(partial(average_momentum, replica.optimizer, weight))
+                replica.run(partial(average_momentum, replica.optimizer, weight))
         if fell and since is None:
             self._since = window
             replica.world.ledger.event("local phase", since=window, every=self._strategy.every)

@@ -5,7 +5,6 @@ BAGUA (Gan et al. 2021, arXiv:2107.01499), after 1-bit Adam (Tang et al. 2021, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from unisono.methods.buckets import BUCKET_BYTES, Bucket
 from unisono.methods.checks import AtLeast, Note
 from unisono.methods.exchange.overlap import Exchange
-from unisono.methods.exchange.reduction import Reduction, overlap_pays
+from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.exchange.windows import count_windows
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reduced, Reducer, Stages, State, staged, stages_of
@@ -66,7 +65,15 @@ class qadam(Strategy):
     bucket_bytes: BucketBytes = BUCKET_BYTES
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
-        _check_adam(optimizer)
+        if type(optimizer) not in (Adam, AdamW):
+            raise TypeError(
+                f"qadam takes over the step of torch.optim.Adam or AdamW, got {type(optimizer).__name__}: make one of "
+                "those, or use allreduce(reducer=bytegrad), which works with any optimizer"
+            )
+        for group in optimizer.param_groups:
+            for option in ("amsgrad", "capturable", "differentiable"):
+                if group.get(option):
+                    raise ValueError(f"qadam has no {option} once v is frozen: make the optimizer with {option}=False")
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
             raise ValueError("Adam cannot step sparse gradients: make the embeddings with sparse=False")
         for name, param in model.named_parameters():
@@ -82,18 +89,6 @@ class qadam(Strategy):
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return QAdamReplica(model, optimizer, world, self)
-
-
-def _check_adam(optimizer: Optimizer) -> None:
-    if type(optimizer) not in (Adam, AdamW):
-        raise TypeError(
-            f"qadam takes over the step of torch.optim.Adam or AdamW, got {type(optimizer).__name__}: make one of "
-            "those, or use allreduce(reducer=bytegrad), which works with any optimizer"
-        )
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "capturable", "differentiable"):
-            if group.get(option):
-                raise ValueError(f"qadam has no {option} once v is frozen: make the optimizer with {option}=False")
 
 
 class QAdamReplica(Replica):
@@ -121,20 +116,17 @@ class QAdamReplica(Replica):
         self.start_or_close()
 
     def start(self) -> None:
-        accumulate, named = self.strategy.accumulate, list(self.model.named_parameters())
         if self.world.size == 1:
-            self.windows = count_windows(self.model, accumulate, self.advance)
+            self.windows = count_windows(self.model, self.strategy.accumulate, self.advance)
             return
-        pays = overlap_pays(self.world)
         self.windows = Exchange(
-            named,
+            list(self.model.named_parameters()),
             [],
             self.world,
             self.reduction,
             bucket_bytes=self.strategy.bucket_bytes,
-            overlap=pays if self.strategy.overlap is None else self.strategy.overlap,
-            inline=not pays,
-            accumulate=accumulate,
+            overlap=self.strategy.overlap,
+            accumulate=self.strategy.accumulate,
             advance=self.advance,
         )
 
@@ -240,26 +232,9 @@ class QAdamReplica(Replica):
         super().load_shared(shared)
         self._frozen, self._switched = dict(shared.get("frozen", {})), shared.get("switched", False)
 
-    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
-        if "frozen" in shared:  # else it is another strategy's checkpoint
-            super().load_local(shared, locals_, same_world=same_world)
-
     def unsent(self) -> Residual:
-        """In momenta; as gradients they would be 1 / (1 - b1) times as much."""
-        kept, beta1 = self.reduction.unsent(), self._beta1()
-        return kept.convert("gradients", lambda name: 1.0 / (1.0 - beta1.get(name, 0.0)))
-
-    def take_unsent(self, unsent: Residual) -> None:
-        if unsent.unit != "gradients":
-            super().take_unsent(unsent)
-            return
-        beta1 = self._beta1()
-        self.reduction.take_unsent(unsent.convert("momenta", lambda name: 1.0 - beta1.get(name, 0.0)))
-
-    def _beta1(self) -> dict[str, float]:
-        """By parameter: how much of the momentum stays from step to step."""
-        betas = {p: group["betas"][0] for group in self.optimizer.param_groups for p in group["params"]}
-        return {name: betas[p] for name, p in self.model.named_parameters() if p in betas}
+        """As gradients, which every method has a use for."""
+        return self.reduction.unsent().convert("gradients", self.model.named_parameters(), self.optimizer)
 
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
         super().carry(change, shared)

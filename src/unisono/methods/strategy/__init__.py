@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from unisono.methods.facts import Keeps, Pattern
 from unisono.methods.strategy.binding import parallel
 from unisono.methods.strategy.changing import ChangingReplica
 from unisono.methods.strategy.healing import follow
-from unisono.methods.strategy.pattern import Keeps, Pattern
 from unisono.methods.strategy.periodic import PeriodicReplica
 from unisono.methods.strategy.replica import (
     Accumulate,

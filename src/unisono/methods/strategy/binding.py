@@ -64,7 +64,10 @@ def parallel(
     check(model, optimizer)
     world = as_world(world) if world is not None else join()
     built = _override(built, world)
-    if (watching := _find_observer()) is not None:
+    watching, module = observer, read_observer_module()
+    if watching is None and module:
+        watching = importlib.import_module(module).bind
+    if watching is not None:
         return watching(model, optimizer, built, world)
     replica = bind_for(model, optimizer, built, world)
     _record(replica, built, world)
@@ -111,14 +114,6 @@ def _override(strategy: Strategy, world: World) -> Strategy:
     if world.rank == 0 and describe(built) != describe(strategy):
         print(f"unisono: {OVERRIDE}: {describe(built)} instead of {describe(strategy)}", file=sys.stderr)
     return built
-
-
-def _find_observer() -> Observer | None:
-    name = read_observer_module()
-    if observer is not None or not name:
-        return observer
-    found: Observer = importlib.import_module(name).bind
-    return found
 
 
 def _bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
@@ -170,18 +165,13 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
             f"{tuple(foreign[0].shape)}: make it from model.parameters() of the same model, after moving the "
             "model to its device"
         )
-    _check_free(names)
-
-
-def _check_free(names: dict[nn.Parameter, str]) -> None:
-    """Refuse parameters that another replica watches: their gradients would be exchanged twice."""
     if not bound_parameters(names):
         return
-    gc.collect()  # one that nobody holds any more, but its own hooks, watches nothing
-    held = bound_parameters(names)
-    if held:
+    gc.collect()  # a replica that nobody holds any more, but its own hooks, watches nothing
+    bound = bound_parameters(names)
+    if bound:  # their gradients would be exchanged twice
         raise ValueError(
-            f"{len(held)} parameter(s) of the model, the first {held[0]!r}, are already trained by another "
+            f"{len(bound)} parameter(s) of the model, the first {bound[0]!r}, are already trained by another "
             "replica: call close() on that one first, or give un.parallel one module that holds both"
         )
 

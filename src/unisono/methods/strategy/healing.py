@@ -24,7 +24,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono import rng
@@ -35,9 +35,6 @@ from unisono.methods.strategy.replica import Replica
 from unisono.world import PeerLost, World, join
 from unisono.world.elastic import Batches, Elastic
 from unisono.world.operations import put_back
-
-__all__ = ["Followed", "Healing", "Refused", "Snapshot", "StateLost", "follow"]
-
 
 _FURTHEST = ("commits", "calls", "passes")  # of ranks that differ by one exchange: how far each has come
 MOST_ATTEMPTS = 5  # of the same processes to form a world
@@ -61,8 +58,8 @@ class Snapshot:
     def __init__(self, healing: Healing, shard: str) -> None:
         self.shard = shard  # whose batch that was
         self._rng = rng.capture(healing.world.device)
-        self._buffers = [(b, b.detach().clone()) for model in healing.models() for b in model.buffers()]
-        self._scalers = [(s, copy.deepcopy(s.state_dict())) for s in healing.scalers()]
+        self._buffers = [(b, b.detach().clone()) for one in healing.replicas() for b in one.model.buffers()]
+        self.scalers = [(s, copy.deepcopy(s.state_dict())) for s in healing.scalers()]
         self.followed = healing.followed.state()
         self.schedules: dict[str, Any] | None = None  # taken when the window is given up: it is the same till then
 
@@ -72,14 +69,10 @@ class Snapshot:
         for buffer, saved in self._buffers:
             put_back(buffer, saved)
 
-    def scaler_states(self) -> list[dict[str, Any]]:
-        """Of every loss scale."""
-        return [state for _, state in self._scalers]
-
     def restore(self, healing: Healing) -> None:
         """Before the batches are given out once more."""
         rng.restore(self._rng, healing.world.device)
-        for scaler, state in self._scalers:
+        for scaler, state in self.scalers:
             scaler.load_state_dict(state)
         healing.followed.load(self.followed)
         if self.schedules is not None:
@@ -114,15 +107,15 @@ class Followed:
         self._objects: list[Any] = []
 
     def add(self, obj: Any) -> None:
-        """Keep one."""
+        """Register an object whose state travels to joining ranks."""
         self._objects.append(obj)
 
     def state(self) -> list[Any]:
-        """Theirs, copied."""
+        """Deep copies of the registered objects' states."""
         return [copy.deepcopy(o.state_dict() if hasattr(o, "state_dict") else dict(o)) for o in self._objects]
 
     def load(self, states: list[Any]) -> None:
-        """Set them."""
+        """Restore the registered objects."""
         for obj, state in zip(self._objects, states, strict=False):
             if hasattr(obj, "load_state_dict"):
                 obj.load_state_dict(copy.deepcopy(state))
@@ -199,16 +192,9 @@ class Healing:
         """Those that live, in the order in which they were bound."""
         return [replica for ref in self._replicas if (replica := ref()) is not None and not replica.is_closed]
 
-    def models(self) -> list[nn.Module]:
-        """Theirs."""
-        return [replica.model for replica in self.replicas()]
-
     def scalers(self) -> list[torch.amp.GradScaler]:
-        """Theirs."""
+        """The replicas' GradScalers."""
         return [replica.scaler for replica in self.replicas() if replica.scaler is not None]
-
-    def _read_scalers(self) -> list[dict[str, Any]]:
-        return [_plain(scaler.state_dict()) for scaler in self.scalers()]
 
     def _find_schedules(self) -> list[Any]:
         """The learning-rate schedules of their optimizers, in an order that is the same on every rank."""
@@ -218,11 +204,14 @@ class Healing:
         """The state of the schedules, and the learning rates that they have set."""
         return {
             "schedules": [_plain(schedule.state_dict()) for schedule in self._find_schedules()],
-            "groups": [[_plain(_without_params(g)) for g in r.optimizer.param_groups] for r in self.replicas()],
+            "groups": [
+                [_plain({k: v for k, v in group.items() if k != "params"}) for group in replica.optimizer.param_groups]
+                for replica in self.replicas()
+            ],
         }
 
     def load_schedules(self, state: dict[str, Any]) -> None:
-        """Set both."""
+        """Restore LR schedulers and optimizer param groups."""
         for schedule, saved in zip(self._find_schedules(), state["schedules"], strict=False):
             schedule.load_state_dict({**schedule.state_dict(), **saved})
         for replica, groups in zip(self.replicas(), state["groups"], strict=True):
@@ -245,7 +234,11 @@ class Healing:
         self._give_up_window()
         if self.elastic.broken is not None and not self.world.shards:
             self.heal(is_open=True)
-        self._count_given_up(optimizer)
+        # Until it is forgotten, a window that was given up counts: another rank may have made this step, and what the
+        # program does by `replica.step` in the rest of the round (save after every tenth), all ranks have to do.
+        for replica, step in zip(self.replicas(), self._counted[0], strict=False):
+            if self._open is not None and replica.optimizer is optimizer:
+                replica.step = step + 1
         for replica in self.replicas():
             replica.model.zero_grad()
             replica.optimizer.zero_grad()  # which may hold parts of the parameters in their place
@@ -275,13 +268,6 @@ class Healing:
         """Till now nothing but its forward passes has changed what is to be restored before it is repeated."""
         if self._open is not None and self._open.schedules is None:
             self._open.schedules = self.read_schedules()
-
-    def _count_given_up(self, optimizer: Optimizer) -> None:
-        """Until it is forgotten, a window that was given up counts: another rank may have made this step, and what the
-        program does by `replica.step` in the rest of the round (save after every tenth), all ranks have to do."""
-        for replica, step in zip(self.replicas(), self._counted[0], strict=False):
-            if self._open is not None and replica.optimizer is optimizer:
-                replica.step = step + 1
 
     def _count(self) -> None:
         self._counted = [replica.step for replica in self.replicas()], self.world.ledger.step_count
@@ -334,12 +320,11 @@ class Healing:
         """With the first batch after they have come (at once, where there are none), newcomers, and ranks that
         were behind, get what the program of the source has changed."""
         again = self._again
+        scalers = [s.state_dict() for s in self.scalers()] if again is None else [state for _, state in again.scalers]
         mine = {
-            "schedules": again.schedules if again is not None else self.read_schedules(),
-            "scalers": [_plain(state) for state in again.scaler_states()]
-            if again is not None
-            else self._read_scalers(),
-            "followed": again.followed if again is not None else self.followed.state(),
+            "schedules": self.read_schedules() if again is None else again.schedules,
+            "scalers": [_plain(state) for state in scalers],
+            "followed": self.followed.state() if again is None else again.followed,
         }
         packet = self.world.broadcast_object(mine, self._source)
         self._newcomers = False
@@ -356,10 +341,12 @@ class Healing:
     def after_batch(self, shard: Batches) -> None:
         """It is about to be given out."""
         self.elastic.is_skipping = False
+        # The pass in which the window was begun: if it goes on, so does the window. It may have been validation.
+        begun = None if self._open is None else self.world.shards.get(self._open.shard)
         if self._again is not None:
             self._again.restore(self)
             self._open, self._again = self._again, None
-        elif self._is_trained(shard) and not self._has_open_pass():
+        elif self._is_trained(shard) and (begun is None or not begun.is_out):
             self._open = Snapshot(self, shard.name)
             self._count()
             if shard.name not in self._positions:
@@ -368,11 +355,6 @@ class Healing:
     def _is_trained(self, shard: Batches) -> bool:
         """Whether its batches lead to steps, as far as is known: a pass for validation changes nothing."""
         return shard.name in self._trained or not self._trained
-
-    def _has_open_pass(self) -> bool:
-        """Whether the pass in which the window was begun goes on: before the first step it may have been validation."""
-        begun = None if self._open is None else self.world.shards.get(self._open.shard)
-        return begun is not None and begun.is_out
 
     # Another generation ------------------------------------------------------------------------------------------
 
@@ -386,8 +368,12 @@ class Healing:
         why = self.elastic.broken or PeerLost("the world is formed anew")
         began = self.world.ledger.clock()
         self._give_up_window()
-        if self._open is not None:
-            self._forget_window()
+        if self._open is not None:  # its window may have been counted
+            steps, count = self._counted
+            for replica, step in zip(self.replicas(), steps, strict=False):
+                replica.step = step
+            if self.world.ledger.step_count != count:
+                self.world.ledger.resume(count)
         in_step = self._open is not None
         attempts: Counter[tuple[int, ...]] = Counter()
         self.is_forming = True
@@ -412,14 +398,6 @@ class Healing:
             self._former.close()
             self._former = None
         self.elastic.membership.acknowledge()
-
-    def _forget_window(self) -> None:
-        """A window that was given up may have been counted."""
-        steps, count = self._counted
-        for replica, step in zip(self.replicas(), steps, strict=False):
-            replica.step = step
-        if self.world.ledger.step_count != count:
-            self.world.ledger.resume(count)
 
     def _enter(self, assigned: Assignment) -> None:
         joins = not self._is_member
@@ -581,10 +559,6 @@ def _describe_schedule(schedule: Any) -> str:
     settings = [(k, v) for k, v in vars(schedule).items() if k[0] != "_" and isinstance(v, bool | int | float | str)]
     counters = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
     return f"{type(schedule).__name__} {sorted((k, v) for k, v in settings if k not in counters)}"
-
-
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

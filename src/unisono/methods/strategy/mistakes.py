@@ -2,7 +2,6 @@
 
 - a model that torch wraps already (DistributedDataParallel): its gradients would be exchanged twice;
 - parameters that have one memory without being one: methods that move parameters would part them;
-- an optimizer that was made anew after `un.parallel`: the one that the replica knows never steps;
 - ranks that train on the same samples: N workers do the work of one.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,23 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.launchers.runtime.frames import warn_user
 from unisono.methods.exchange.windows import if_alive
 from unisono.world import World
-
-__all__ = [
-    "GradientProbe",
-    "SameData",
-    "follow_optimizer",
-    "leave_optimizer",
-    "refuse_common_memory",
-    "refuse_split",
-    "refuse_wrapped",
-    "sample",
-]
 
 _WINDOWS = 3  # in so many, one after the other, every rank has to have the same
 _SAMPLE = 4096  # numbers that are compared
@@ -100,84 +85,6 @@ def refuse_common_memory(model: nn.Module, method: str) -> None:
                 "own, where each would have values of its own: make them one parameter (model.b.weight = "
                 "model.a.weight), or use allreduce"
             )
-
-
-# An optimizer made anew ---------------------------------------------------------------------------------------------
-
-
-class _Followed:
-    """The optimizer of a replica, and who else steps its parameters."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.params = {id(p): weakref.ref(p) for group in optimizer.param_groups for p in group["params"]}
-        self.stepped_by: weakref.ref[Optimizer] | None = None  # since the replica's own last stepped
-
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Whether another optimizer has one of these parameters."""
-        return any(
-            (known := self.params.get(id(p))) is not None and known() is p
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
-
-
-_followed: weakref.WeakKeyDictionary[object, _Followed] = weakref.WeakKeyDictionary()  # by replica
-_by_optimizer: dict[int, list[_Followed]] = {}  # the same by the optimizer's id, which may be another's by now
-_lock = threading.RLock()  # the collector may close a replica while this thread holds it
-
-
-def follow_optimizer(replica: object, optimizer: Optimizer) -> None:
-    """Notice, until `leave_optimizer`, another optimizer that steps the parameters while the replica's own does not."""
-    with _lock:
-        _followed[replica] = _Followed(optimizer)
-        _index()
-
-
-def leave_optimizer(replica: object) -> None:
-    """The replica is closed."""
-    with _lock:
-        _followed.pop(replica, None)
-        _index()
-
-
-def _index() -> None:
-    """Made anew, not changed: steps of other threads look it up without the lock."""
-    global _by_optimizer
-    found: dict[int, list[_Followed]] = {}
-    for followed in _followed.values():
-        if (optimizer := followed.optimizer()) is not None:
-            found.setdefault(id(optimizer), []).append(followed)
-    _by_optimizer = found
-
-
-def _notice_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step. One that wraps the replica's own, or is wrapped by it, steps in turn with it."""
-    own = False
-    for followed in _by_optimizer.get(id(optimizer), ()):
-        if followed.optimizer() is optimizer:
-            followed.stepped_by, own = None, True
-    if own or not _followed:
-        return
-    with _lock:
-        every = list(_followed.values())
-    for followed in every:
-        if followed.stepped_by is _SAID or not followed.holds(optimizer):
-            continue
-        if followed.stepped_by is None or followed.stepped_by() is not optimizer:
-            followed.stepped_by = weakref.ref(optimizer)
-            continue
-        followed.stepped_by = _SAID
-        warn_user(
-            f"another optimizer ({type(optimizer).__name__}) steps parameters of the model, while the one that "
-            "un.parallel was given does not: the replica never learns of these steps, and does nothing after them. "
-            "Make the optimizer before un.parallel, and give it that one; to change it later, call close() on the "
-            "replica and un.parallel again"
-        )
-
-
-_SAID: Any = object()
-register_optimizer_step_pre_hook(_notice_step)
 
 
 # Ranks that train on the same samples ---------------------------------------------------------------------------------

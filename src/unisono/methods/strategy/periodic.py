@@ -46,10 +46,11 @@ class PeriodicReplica(Replica):
     follows_writes = False  # hears of what the program writes to trainable parameters
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy, *, accumulate: int = 1
+        self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy, *, accumulate: int | None = None
     ) -> None:
+        """`accumulate`: backward passes a window; None: as the strategy's setting of that name says, else 1."""
         super().__init__(model, optimizer, world, strategy)
-        self.accumulate = accumulate
+        self.accumulate: int = getattr(strategy, "accumulate", 1) if accumulate is None else accumulate
         self.windows = self.new_counter()
         self._unmet = 0  # windows that have ended, and after which the ranks have not met
         self._ended: list[float] = []  # of each of these, the mean weight of its batches
@@ -66,11 +67,12 @@ class PeriodicReplica(Replica):
         """Counts windows from now on, by hooks on the parameters."""
         *others, last = [p for p in self.model.parameters() if p.requires_grad]  # the last: backward reaches it first
         return Counter(
-            last, accumulate=self.accumulate, advance=self.advance, others=others, end_pass=self._note_weight
+            last,
+            accumulate=self.accumulate,
+            advance=self.advance,
+            others=others,
+            end_pass=lambda: self._passes.append(self.world.weight),
         )
-
-    def _note_weight(self) -> None:
-        self._passes.append(self.world.weight)
 
     @property
     def met(self) -> int:
@@ -92,12 +94,11 @@ class PeriodicReplica(Replica):
 
     def meet_if_due(self) -> None:
         """Meet, if a window has ended since."""
-        if self.is_closed:
-            return
-        self.look_for_writes()
-        self.windows.catch_up()
-        if self._unmet:
-            self._meet_all()
+        if not self.is_closed:
+            self.look_for_writes()
+            self.windows.catch_up()
+            if self._unmet:
+                self._meet_all()
 
     def _meet_all(self) -> None:
         while self._unmet:
@@ -170,8 +171,15 @@ class PeriodicReplica(Replica):
             if alive is not None:
                 alive.world.run_tolerating_loss(alive.meet_if_due)
 
+        def restore() -> None:
+            """Give the scaler the `update` that it had, unless somebody else has replaced ours."""
+            if vars(scaler).get("update") is update_and_meet:
+                del scaler.update
+                if scaler.update != update:  # it was not the class's own
+                    scaler.update = update  # type: ignore[method-assign]
+
         scaler.update = update_and_meet  # type: ignore[method-assign]
-        self._unwatch.append(partial(_restore_update, scaler, update_and_meet, update))
+        self._unwatch.append(restore)
 
     def _follow_weight(self) -> None:
         self.world.on_weight(self)
@@ -278,14 +286,6 @@ class PeriodicReplica(Replica):
             restore()
         self._unwatch = []
         super().close()
-
-
-def _restore_update(scaler: torch.amp.GradScaler, ours: Callable[..., None], before: Callable[..., None]) -> None:
-    """Give a GradScaler the `update` that it had, unless somebody else has replaced ours."""
-    if vars(scaler).get("update") is ours:
-        del scaler.update
-        if scaler.update != before:  # it was not the class's own
-            scaler.update = before  # type: ignore[method-assign]
 
 
 def _before_forward(replica: weakref.ref[PeriodicReplica], model: nn.Module, _: Any) -> None:

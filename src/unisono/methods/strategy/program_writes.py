@@ -15,8 +15,6 @@ from torch.nn import Parameter
 from unisono.methods.exchange.windows import TrainableParameters
 from unisono.methods.model_copies import add_hook
 
-__all__ = ["ProgramWrites", "Written", "digest"]
-
 _SAMPLE = 16  # elements of a parameter that are looked at
 
 

@@ -21,11 +21,9 @@ from unisono.methods.checks import AtLeast, check_settings
 from unisono.methods.exchange.overlap import is_held
 from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.exchange.reduction import Residual as Residual
-from unisono.methods.exchange.windows import StepHooks, Windows
-from unisono.methods.strategy.fault_watch import FaultWatch
-from unisono.methods.strategy.mistakes import follow_optimizer, leave_optimizer
-from unisono.methods.strategy.parameter_watch import ParameterWatch
-from unisono.methods.strategy.pattern import Pattern
+from unisono.methods.exchange.windows import StepHooks, Windows, follow_optimizer, leave_optimizer
+from unisono.methods.facts import Pattern
+from unisono.methods.strategy.watches import FaultWatch, ParameterWatch
 from unisono.training.batch_norm import move_batch_norm, watch_batch_norms
 from unisono.training.checkpoint import ModelPart
 from unisono.world import World
@@ -164,28 +162,34 @@ class Replica:
     # Training ----------------------------------------------------------------------------------------------------
 
     def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if self.healing is not None:
+            return self.healing.before_step(optimizer, lambda: self._prepare_step(closure, args, kwargs))
+        return self._prepare_step(closure, args, kwargs)
+
+    def _prepare_step(self, closure: Callable[[], Any] | None, args: Any, kwargs: dict[str, Any]) -> Any:
         """With a closure (LBFGS), backward happens inside the step, as often as it is called: `before_step` comes after
         each call of it."""
-        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+        self.begin_step(has_closure=closure is not None)
+        if closure is None:
+            self.before_step()
+            if self._faults is not None:
+                self._faults.in_update()
+            return None
 
-        def end_window(loss: Any = None) -> Any:
+        def compute() -> Any:
+            loss = closure()
             self.before_step()
             self.fault_in_update()
             return loss
 
-        def begin() -> Any:
-            self.begin_step(has_closure=closure is not None)
-            if closure is None:
-                return end_window()
-            rest = {name: value for name, value in kwargs.items() if name != "closure"}
-            return (args[0], lambda: end_window(closure()), *args[2:]), rest
-
-        return begin() if self.healing is None else self.healing.before_step(optimizer, begin)
+        return (args[0], compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _on_step_end(self) -> None:
-        for buffer, value in self._late_buffers:
-            put_back(buffer, value)
-        self._late_buffers = []
+        if self._late_buffers:
+            for buffer, value in self._late_buffers:
+                put_back(buffer, value)
+            self._late_buffers = []
         if self.healing is None:
             self.after_step()
         else:
@@ -336,8 +340,15 @@ class Replica:
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """Take `local_state()`: in the same world mine is the only one of `locals_`, else every former rank's is
         there. `shared` is the checkpoint's, and has been taken."""
-        if self.reduction is not None and "each" in shared.get("reducer", ()):  # else it is another strategy's
-            self.reduction.load_state_dict(shared["reducer"], [part["reducer"] for part in locals_])
+        kept = shared.get("reducer", ())
+        if self.reduction is None or "each" not in kept:  # of a strategy that keeps nothing, or other things
+            return
+        unit = kept.get("unit", "momenta" if "frozen" in shared else "gradients")  # qadam's, before there were units
+        every = [Residual(unit, "the checkpoint", kept, part["reducer"], self.reduction.scale) for part in locals_]
+        self.reduction.load_state_dict(kept, [self._convert(one, self.reduction).local for one in every])
+
+    def _convert(self, unsent: Residual, reduction: Reduction) -> Residual:
+        return unsent.convert(reduction.unit, self.model.named_parameters(), self.optimizer)
 
     def model_part(self) -> ModelPart:
         """What stands for this rank in the model that a checkpoint gives to plain PyTorch and to other strategies: it
@@ -371,7 +382,7 @@ class Replica:
         Every rank calls it at the same step. Returns the replica to use from now on; this one is closed. What a
         reducer had still to send goes over to the next, where that keeps such a memory too.
         """
-        from unisono.methods.strategy.switching import switch
+        from unisono.methods.strategy.changing import switch
 
         return switch(self, strategy)
 
@@ -381,8 +392,8 @@ class Replica:
 
     def take_unsent(self, unsent: Residual) -> None:
         """Send later what another method has kept back; ValueError where there is no way to do that."""
-        if self.reduction is not None and unsent.unit == self.reduction.unit:
-            self.reduction.take_unsent(unsent)
+        if self.reduction is not None and unsent.unit != "parameters":
+            self.reduction.take_unsent(self._convert(unsent, self.reduction))
             return
         if unsent.is_empty:
             return

@@ -13,8 +13,7 @@ from torch import nn
 
 from unisono.methods.buckets import Bucket, on_device
 from unisono.methods.facts import Convergence, Grade
-from unisono.methods.spec import SpecError, build, names, parse, read_facts
-from unisono.methods.spec.catalog import TORCH
+from unisono.methods.spec import TORCH, SpecError, build, names, parse, read_facts
 from unisono.methods.spec.grammar import Spec
 from unisono.methods.strategy import Pattern, Strategy
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.tables.map_reduce.worker_data import find_bounds
-from unisono.training.data.tables import TablePart
+from unisono.training.data.order import TablePart
 
 Array = npt.NDArray[np.float64]
 BLOCK_BYTES = 1 << 20  # the two products of a gradient then read a block once from memory and once from the cache

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from unisono.training.data.tables import TablePart
+from unisono.training.data.order import TablePart
 
 MAPPED_BYTES = 1 << 20  # smaller arrays travel with the function
 _ALIGN = 4096

@@ -30,14 +30,12 @@ from unisono.training.checkpoint.folder import (
     publish_folder,
     read_folder,
     remove_replaced,
+    write_pair,
     write_rank,
-    write_shared,
 )
+from unisono.training.checkpoint.safetensors import SPLIT, merge_trees
 from unisono.training.checkpoint.slices import Held, Piece, Stored, find_gaps
-from unisono.training.checkpoint.split import SPLIT, merge_trees
 from unisono.world import PeerLost, World
-
-__all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "find_newest", "load", "save", "warn_of_damage"]
 
 _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new folder late
 
@@ -74,43 +72,21 @@ class ModelPart(NamedTuple):
 
 @runtime_checkable
 class Savable(Protocol):
-    """What saving and loading ask of a replica."""
+    """What saving and loading ask of a replica (`unisono.strategy.Replica` says what each member is)."""
 
-    @property
-    def world(self) -> World: ...
+    world: World
+    model: nn.Module
+    optimizer: Optimizer
+    strategy: Any
+    step: int
 
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def optimizer(self) -> Optimizer: ...
-
-    @property
-    def strategy(self) -> object: ...
-
-    @property
-    def step(self) -> int: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The strategy's own state: "shared" by all ranks, and "local" to this one."""
-
-    def load_state_dict(self, state: dict[str, Any], *, same_world: bool) -> None:
-        """Continue from a saved state; from a world of another size, `state["locals"]` has every old rank's part."""
-
-    def present_ranks(self) -> list[int]:
-        """The ranks that save: all, unless the strategy goes on without those that died."""
-
-    def gather_present(self, obj: Any) -> dict[int, Any]:
-        """The `obj` of every present rank, by rank."""
-
-    def model_part(self) -> ModelPart:
-        """How this rank counts in the model that plain PyTorch and other strategies get from the checkpoint."""
-
-    def sharded_state(self) -> dict[str, Any] | None:
-        """Model and optimizer with a `Piece` in place of each tensor that is split; None: nothing is."""
-
-    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
-        """Take my part of a model and an optimizer that have a `Stored` in place of each tensor."""
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool) -> None: ...
+    def present_ranks(self) -> list[int]: ...
+    def gather_present(self, obj: Any) -> dict[int, Any]: ...
+    def model_part(self) -> ModelPart: ...
+    def sharded_state(self) -> dict[str, Any] | None: ...
+    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None: ...
 
 
 EVERY_RANK = {  # what errors say if some ranks do not call it (see `unisono.launchers.runtime.frames`)
@@ -236,7 +212,7 @@ class _Saving:
         if self.number == 0:
             self.writing, self.lock = begin_folder(self.root, self.replica.step)
             alone = len(self.ranks) == 1
-            report |= {"name": self.writing.name, "digests": {} if alone else self._digest()}
+            report |= {"name": self.writing.name, "digests": {} if alone else _digest(self._compared(), self.tensors)}
         return report
 
     def write(self, reports: Sequence[Mapping[str, Any]]) -> Files:
@@ -246,9 +222,9 @@ class _Saving:
         _wait_until_visible(self.writing, self.world.host)
         if rank == 0:
             tree = self.tree if self.pieces is None else self.tree | {"pieces": wholes}
-            files = write_shared(self.writing, tree, self.tensors)
+            files = write_pair(self.writing, "shared", tree, self.tensors)
             return files | write_rank(self.writing, rank, self.own, pieces=self.pieces, weights=self.weights)
-        mine, digests = self._digest(), reports[0]["digests"]
+        mine, digests = _digest(self._compared(), self.tensors), reports[0]["digests"]
         differs = {key: tensor for key, tensor in self.tensors.items() if mine[key] != digests.get(key)}
         tree = self._compared() if mine[""] != digests[""] else None
         return write_rank(
@@ -276,9 +252,6 @@ class _Saving:
     def _compared(self) -> dict[str, Any]:
         """The part of the tree in which ranks may differ: without model and optimizer if those are split."""
         return {key: part for key, part in self.tree.items() if self.pieces is None or key not in SPLIT}
-
-    def _digest(self) -> dict[str, bytes]:
-        return _digest(self._compared(), self.tensors)
 
     def publish(self, files: list[Files]) -> str | None:
         """3. Rank 0 gives the folder its name, and removes the oldest."""
@@ -374,7 +347,7 @@ def _load(path: str | os.PathLike[str], replica: Savable, strict: bool, *, stack
     )
     if world.rank == 0:
         warn_of_damage(found, folder, skipped, stacklevel=stacklevel)
-    _do_together(gather, f"{folder} could not be loaded", lambda: _apply_or_refuse(found, replica, strict=strict))
+    _do_together(gather, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
     shards = found.whole["shards"]
     epoch = next((state["epoch"] for state in shards.values() if "epoch" in state), 0)
     return {"loaded": (found.step, epoch, str(folder), skipped, found.whole["extra"]), "shards": shards}
@@ -394,7 +367,14 @@ def find_newest(
         raise FileNotFoundError(f"no checkpoint at {root}: expected a folder that un.save has written to")
     skipped: list[tuple[str, str]] = []
     for name, problem in names:
-        result: Contents | str = problem or _try_to_read(root / name, world, read)
+        result: Contents | str = problem
+        if not problem and not (root / name).is_dir():
+            result = f"it cannot be seen from {world.host}; give a path on one disk that all hosts share"
+        elif not problem:
+            try:
+                result = read(root / name)
+            except (OSError, ValueError) as error:
+                result = _shorten(error)
         reasons = world.gather_objects(result if isinstance(result, str) else "")
         if isinstance(result, Contents) and not any(reasons):
             return result, root / name, skipped
@@ -403,15 +383,6 @@ def find_newest(
         skipped.append((str(root / name), "; ".join(reversed(found_by))))
     lines = "".join(f"\n  {where}: {why}" for where, why in skipped)
     raise CheckpointError(f"no whole checkpoint at {root}; restore one from a copy, or give another path:{lines}")
-
-
-def _try_to_read(folder: Path, world: World, read: Callable[[Path], Contents]) -> Contents | str:
-    if not folder.is_dir():
-        return f"it cannot be seen from {world.host}; give a path on one disk that all hosts share"
-    try:
-        return read(folder)
-    except (OSError, ValueError) as error:
-        return _shorten(error)
 
 
 def warn_of_damage(found: Contents, folder: Path, skipped: list[tuple[str, str]], *, stacklevel: int) -> None:
@@ -428,23 +399,19 @@ def warn_of_damage(found: Contents, folder: Path, skipped: list[tuple[str, str]]
         )
 
 
-def _apply_or_refuse(found: Contents, replica: Savable, *, strict: bool) -> None:
-    """Apply a checkpoint. If it does not fit, the caller is wrong; if parts have a wrong type, it is broken."""
+def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
+    """Load everything into the replica and its world; checks come before the first change. If it does not fit, the
+    caller is wrong; if parts have a wrong type, it is broken."""
+    world, whole = replica.world, found.whole
     try:
-        _apply(found, replica, strict=strict)
+        _apply_model_and_optimizer(found, replica, strict=strict)
+        locals_ = [own["local"] for own in found.owns]
+        own_part = {"local": locals_[0]} if found.same_world else {"locals": locals_}
+        replica.load_state_dict({"shared": whole["strategy"], **own_part}, same_world=found.same_world)
+        world.ledger.resume(whole["ledger"]["step_count"])
+        _place_shards(whole["shards"], world)
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"its parts are not as un.save writes them: {error!r}") from error
-
-
-def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
-    """Load everything into the replica and its world; checks come before the first change."""
-    world, whole = replica.world, found.whole
-    _apply_model_and_optimizer(found, replica, strict=strict)
-    locals_ = [own["local"] for own in found.owns]
-    own_part = {"local": locals_[0]} if found.same_world else {"locals": locals_}
-    replica.load_state_dict({"shared": whole["strategy"], **own_part}, same_world=found.same_world)
-    world.ledger.resume(whole["ledger"]["step_count"])
-    _place_shards(whole["shards"], world)
     _apply_rng([own["rng"] for own in found.owns], found, world)
 
 

@@ -25,21 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from unisono.packing import unpack
-from unisono.training.checkpoint import safetensors, split
+from unisono.training.checkpoint import safetensors
 from unisono.training.checkpoint.slices import Piece, Span, Stored
-
-__all__ = [
-    "Candidate",
-    "Contents",
-    "Files",
-    "begin_folder",
-    "find_candidates",
-    "publish_folder",
-    "read_folder",
-    "remove_replaced",
-    "write_rank",
-    "write_shared",
-]
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
@@ -113,11 +100,6 @@ def _is_in_use(folder: Path) -> bool:
     return True
 
 
-def write_shared(folder: Path, tree: Any, tensors: Tensors) -> Files:
-    """Write the state of rank 0."""
-    return _write_pair(folder, "shared", tree, tensors)
-
-
 def write_rank(
     folder: Path,
     rank: int,
@@ -140,10 +122,10 @@ def write_rank(
     files: Files = {}
     entry = {"own": own_tree, "tree": tree, "differs": list(differs), "weights": dict(weights or {})}
     if pieces is not None:
-        written, entry["pieces"] = split.write_pieces(folder, rank, pieces)
+        written, entry["pieces"] = safetensors.write_pieces(folder, rank, pieces)
         if written:
-            files[split.name_file(rank)] = list(written)
-    return files | _write_pair(folder, _name_rank(rank), entry, own_tensors | differs)
+            files[safetensors.name_file(rank)] = list(written)
+    return files | write_pair(folder, _name_rank(rank), entry, own_tensors | differs)
 
 
 def publish_folder(writing: Path, files: Files, *, step: int, world_size: int, is_split: bool = False) -> Path:
@@ -189,7 +171,8 @@ def remove_replaced(newest: Path, *, step: int, keep: int | None) -> None:
             warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
 
 
-def _write_pair(folder: Path, stem: str, tree: Any, tensors: Tensors) -> Files:
+def write_pair(folder: Path, stem: str, tree: Any, tensors: Tensors) -> Files:
+    """Write a tree and its tensors: as "shared" those of rank 0."""
     text = json.dumps(tree, separators=(",", ":")).encode()
     plain, packed = f"{stem}.json", f"{stem}.safetensors"
     return {
@@ -256,7 +239,7 @@ def read_folder(
         averaged = list(_average(tensors, different, weights, _find_given(tree)))
     if is_split:
         tensors = _find_absent(source, entries, tensors) | tensors
-        tensors |= split.find_pieces(folder, wholes, [entries[r]["pieces"] for r in entries])
+        tensors |= safetensors.find_pieces(folder, wholes, [entries[r]["pieces"] for r in entries])
     own_parts = [_unpack_own(entries[r]["own"], kept[r], r) for r in used] if owns else []
     with _naming("shared.json"):
         whole = _check_whole(_assemble(tree, tensors, lazy))
@@ -322,9 +305,9 @@ class _Full(dict[str, Any]):
 def _assemble(tree: dict[str, Any], tensors: Mapping[str, Stored], lazy: bool) -> dict[str, Any]:
     if not lazy:
         return _expect(dict, unpack(tree, _Full(tensors)), "the whole")
-    large = [*split.SPLIT, *(["consolidated"] if "consolidated" in tree else [])]
+    large = [*safetensors.SPLIT, *(["consolidated"] if "consolidated" in tree else [])]
     rest = {key: part for key, part in tree.items() if key not in large}
-    lazily = {key: split.unpack_lazily(_get(tree, key), tensors) for key in large}
+    lazily = {key: safetensors.unpack_lazily(_get(tree, key), tensors) for key in large}
     return _expect(dict, unpack(rest, _Full(tensors)), "the whole") | lazily
 
 

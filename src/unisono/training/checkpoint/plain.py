@@ -16,8 +16,6 @@ from unisono.training.checkpoint.folder import Contents, read_folder
 from unisono.training.checkpoint.slices import Stored
 from unisono.world import World
 
-__all__ = ["Exported", "export_model", "read_checkpoint"]
-
 
 class Exported(NamedTuple):
     """What `export_model` wrote, and the checkpoint that it was read from."""

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_BYTES", "Held", "Piece", "Span", "Stored", "find_gaps"]
-
 CHUNK_BYTES = 8 << 20  # the most that is read at a time
 
 Read = Callable[[int, int], Tensor]

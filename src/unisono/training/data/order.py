@@ -9,12 +9,14 @@ dealt by them. So the workers, and their speeds, may change between any two batc
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.launchers.runtime.table_part import TablePart as TablePart
 from unisono.world.speeds import deal_by_speed
 
 Indices = NDArray[np.signedinteger]
@@ -28,16 +30,8 @@ def draw_permutation(n: int, *, seed: int, epoch: int, stream: int = 0) -> Indic
 
     Each index is given random high bits by the counter-based generator Philox, keyed by (seed, epoch), and
     the words are sorted. The words are distinct, so any sorting algorithm gives the same answer; numpy's own
-    `shuffle` promises no such thing from one version to the next.
-
-    Args:
-        n: How many indices.
-        seed: Any integer; taken modulo 2^64.
-        epoch: The pass over the data, 0 or more.
-        stream: Tells apart independent permutations of one (seed, epoch).
-
-    Returns:
-        int32 if n fits in it, else int64; shape (n,).
+    `shuffle` promises no such thing from one version to the next. `stream` tells apart independent permutations of one
+    seed (any integer, taken modulo 2^64) and epoch.
 
     >>> sorted(draw_permutation(5, seed=0, epoch=0).tolist())
     [0, 1, 2, 3, 4]
@@ -63,16 +57,8 @@ def order_epoch(
 ) -> Indices:
     """The order of one epoch: global batch b is `order[b * batch_size : (b + 1) * batch_size]`.
 
-    Args:
-        n: Number of samples.
-        batch_size: Samples in a global batch; the last one may be shorter.
-        seed: With epoch, decides the order.
-        epoch: Which pass over the data.
-        shuffle: False keeps the samples in their own order (within each class, if `classes` is given).
-        classes: A class number 0, 1, ... for each sample: see `stratify_order`.
-
-    Returns:
-        A permutation of `range(n)`.
+    It is a permutation of `range(n)`. Without `shuffle` samples keep their own order (within each class, if `classes`
+    is given: a class number 0, 1, ... for each sample, see `stratify_order`).
 
     >>> order_epoch(6, batch_size=4, seed=0, epoch=0, shuffle=False).tolist()
     [0, 1, 2, 3, 4, 5]
@@ -98,14 +84,9 @@ def stratify_order(drawn: Indices, classes: Indices, batch_size: int, places: In
     Inside a batch the samples lie class by class, so dealing them out in turn, as "strided" does, gives every
     rank the batch's class mix to within one sample a class, and parts that differ by at most one sample.
 
-    Args:
-        drawn: A permutation of the samples; its order is kept within a class.
-        classes: Class number of each sample, by sample index.
-        batch_size: Samples in a full batch.
-        places: A permutation of the full batches.
-
-    Returns:
-        A permutation of the samples.
+    drawn: a permutation of the samples; its order is kept within a class.
+    classes: class number of each sample, by sample index.
+    places: a permutation of the full batches.
     """
     n, full = len(drawn), len(places)
     counts = np.bincount(classes).astype(np.int64)
@@ -126,8 +107,7 @@ def stratify_order(drawn: Indices, classes: Indices, batch_size: int, places: In
 
 
 def _fill_short_batch(counts: Indices, base: Indices, *, full: int, size: int) -> Indices:
-    """How many of each class go to the last, short batch of `size` samples, so that the full batches work
-    out."""
+    """How many of each class go to the last, short batch of `size` samples, so that the full batches work out."""
     n = int(counts.sum())
     left_over = counts - full * base
     low: Indices = np.maximum(counts * size // n, left_over - full)
@@ -146,8 +126,7 @@ def _narrow(keys: Indices) -> NDArray[np.integer]:
 
 
 def slice_part(m: int, *, rank: int, size: int, partition: Partition) -> slice:
-    """The part of a global batch of m samples that is `rank`'s, as a slice; parts differ by at most one
-    sample.
+    """The part of a global batch of m samples that is `rank`'s; parts differ by at most one sample.
 
     >>> [slice_part(7, rank=r, size=3, partition="contiguous") for r in range(3)]
     [slice(0, 3, 1), slice(3, 5, 1), slice(5, 7, 1)]
@@ -189,13 +168,8 @@ def balance_parts(costs: NDArray[np.float64], size: int, speeds: Sequence[float]
     possible. Ties go to the rank with fewer samples, then to the lower rank, so that every rank computes the same
     answer. With speeds, every rank has at least one sample if there are enough.
 
-    Args:
-        costs: Cost of each sample of the batch, shape (m,); 0 or more.
-        size: Number of ranks.
-        speeds: Cost that each rank gets done in a second; None if all are the same.
-
-    Returns:
-        For every rank, its positions in the batch, ascending.
+    costs: of each sample of the batch, 0 or more. speeds: cost that each rank gets done in a second; None if all are
+    the same. Gives each rank's positions in the batch, ascending.
 
     >>> [part.tolist() for part in balance_parts(np.array([3.0, 1.0, 2.0, 4.0]), 2)]
     [[1, 3], [0, 2]]
@@ -231,3 +205,55 @@ def _deal_costs(
         for part in parts:
             if not part:  # it gets the cheapest sample of the rank that has most of them
                 part.append(max(parts, key=len).pop())
+
+
+def count_prefix(counts: Sequence[int], total: int) -> list[int]:
+    """How many of each rank's samples are among the first `total` of all, when each rank's are spread evenly.
+
+    Rank i's sample j stands at (2 j + 1) / (2 counts[i]); equal places go to the lower rank first. So every batch has
+    each rank's share of it to within one sample, all ranks end together, and each sample comes once.
+
+    >>> [count_prefix([6, 3], total) for total in (3, 6, 9)]
+    [[2, 1], [4, 2], [6, 3]]
+    """
+    n = sum(counts)
+    if not 0 <= total <= n:
+        raise ValueError(f"count_prefix got total={total}. Expected 0 to {n}, the sum of the counts.")
+    taken = [(2 * total * m + n) // (2 * n) for m in counts]  # those at places up to total / n
+    while (missing := total - sum(taken)) > 0:
+        after = [(Fraction(2 * t + 1, m), r) for r, (t, m) in enumerate(zip(taken, counts, strict=True)) if t < m]
+        for _, r in heapq.nsmallest(missing, after):
+            taken[r] += 1
+    while (excess := sum(taken) - total) > 0:
+        last = [(Fraction(2 * t - 1, m), r) for r, (t, m) in enumerate(zip(taken, counts, strict=True)) if t]
+        for _, r in heapq.nlargest(excess, last):
+            taken[r] -= 1
+    return taken
+
+
+def select_batches(
+    counts: Sequence[int], *, rank: int, batch_size: int, first: int, stop: int, seed: int, epoch: int, shuffle: bool
+) -> Iterator[tuple[Indices, float]]:
+    """`rank`'s own samples of the global batches `first` to `stop`, and their weight n_i N / m as in `un.shard`.
+
+    A rank that has no sample in a batch gets its first one with weight 0.
+
+    >>> place = {"rank": 1, "batch_size": 3, "first": 0, "stop": 2}
+    >>> for mine, weight in select_batches([4, 2], **place, seed=0, epoch=0, shuffle=False):
+    ...     print(mine.tolist(), round(weight, 3))
+    [0] 0.667
+    [1] 0.667
+    """
+    n = counts[rank]
+    # Each rank draws an order of its own; stream 0 is that of data which all ranks see.
+    drawn = (
+        draw_permutation(n, seed=seed, epoch=epoch, stream=1 + rank)
+        if shuffle
+        else np.arange(n, dtype=choose_index_dtype(n))
+    )
+    begin = count_prefix(counts, min(first * batch_size, sum(counts)))
+    for batch in range(first, stop):
+        end = count_prefix(counts, min((batch + 1) * batch_size, sum(counts)))
+        held, total = end[rank] - begin[rank], sum(end) - sum(begin)
+        yield (drawn[begin[rank] : end[rank]], held * len(counts) / total) if held else (drawn[:1], 0.0)
+        begin = end

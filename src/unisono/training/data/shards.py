@@ -9,12 +9,20 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, Literal
 
-from unisono.training.data.agreement import agree_on_files, agree_on_seeds
-from unisono.training.data.dealt import Dealt
-from unisono.training.data.means import Means
-from unisono.training.data.order import Indices, Partition, balance_parts, cut_by_speed, order_epoch, slice_part
+from unisono.training.data.dealt import Dealt, Means
+from unisono.training.data.order import (
+    Indices,
+    Partition,
+    balance_parts,
+    cut_by_speed,
+    order_epoch,
+    select_batches,
+    slice_part,
+)
 from unisono.training.data.settings import (
     ShardSettings,
+    agree_on_files,
+    agree_on_seeds,
     check_choices,
     check_whole_number,
     decide_balance,
@@ -22,7 +30,6 @@ from unisono.training.data.settings import (
     select_loader_options,
 )
 from unisono.training.data.sources import FileList, is_same_data, move_to_device, open_source, read_classes, read_costs
-from unisono.training.data.tables import select_batches
 from unisono.world import World, join
 
 _LOOKALIKES = 4  # so many unnamed shards of one make look like a dataset that is built anew for every epoch

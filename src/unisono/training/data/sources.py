@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from unisono import rng
 from unisono.training.data.arrays import Arrays, is_arrays, is_same_array, list_arrays, pin
-from unisono.training.data.order import Indices, choose_index_dtype
-from unisono.training.data.tables import TablePart
+from unisono.training.data.order import Indices, TablePart, choose_index_dtype
 
 _LOADER_OPTIONS = (  # what the DataLoader that reads here takes over from one that was given
     "num_workers",
@@ -182,17 +181,8 @@ def open_source(
     read: Callable[[Any], Any] | None,
     options: dict[str, Any],
 ) -> SampleSource:
-    """The source of the user's `data`, whatever kind it is.
-
-    Args:
-        data: What the user gave `un.shard`.
-        collate_fn: The user's, or None for torch's own.
-        read: For a list of files, path to sample.
-        options: DataLoader options that the user gave.
-
-    Returns:
-        The source to read from. TypeError or ValueError for data that cannot be read.
-    """
+    """The source of the user's `data`, whatever kind it is, read by the user's `collate_fn`, `read` and DataLoader
+    `options`. TypeError or ValueError for data that cannot be read."""
     from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
     collate = collate_fn or default_collate
@@ -201,12 +191,16 @@ def open_source(
         data, seeds = _open_pipeline(data)
     if read is not None and not is_files(data):
         raise TypeError(
-            f"un.shard got read= for {_describe_kind(data)}. Expected a list of files (str or Path) with it."
+            f"un.shard got read= for a {type(data).__name__}. Expected a list of files (str or Path) with it."
         )
     if isinstance(data, DataLoader):
         return _open_loader(data, collate_fn, options)
     if isinstance(data, TablePart):
-        return _open_part(data, collate_fn, options)
+        columns = data.arrays
+        if columns is None:  # read row by row, else by columns
+            return SampleSource(data, len(data), collate, options, divided=True)
+        rows = Arrays(columns, whole=collate_fn is None)
+        return SampleSource(rows, len(data), collate_fn or identity, options, divided=True)
     if is_files(data):
         files = FileList(data, read)
         return SampleSource(files, len(data), collate if read or collate_fn else identity, options)
@@ -215,20 +209,20 @@ def open_source(
         return SampleSource(arrays, len(arrays), collate_fn or identity, options)
     if hasattr(data, "iloc") or isinstance(data, str | bytes | os.PathLike | Mapping | set):
         raise TypeError(
-            f"un.shard got {_describe_kind(data)}. Expected tensors or arrays (or a tuple, list or dict of them), a "
+            f"un.shard got a {type(data).__name__}. Expected tensors or arrays (or a tuple, list or dict of them), a "
             "map-style or iterable dataset, a DataLoader, or a list of files. A table becomes arrays with "
             "its to_numpy()."
         )
     if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
         if isinstance(data, Iterator):
             raise TypeError(
-                f"un.shard got {_describe_kind(data)}, which can be read only once. Expected an iterable dataset: an "
+                f"un.shard got a {type(data).__name__}, which can be read only once. Expected an iterable dataset: an "
                 "object whose __iter__ starts the stream anew for every epoch."
             )
         return SampleSource(data, None, collate, options, seeds=seeds)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return SampleSource(data, len(data), collate, options)
-    raise TypeError(f"un.shard got {_describe_kind(data)}. Expected a dataset: __getitem__ and __len__, or __iter__.")
+    raise TypeError(f"un.shard got a {type(data).__name__}. Expected a dataset: __getitem__ and __len__, or __iter__.")
 
 
 def _open_pipeline(data: Any) -> tuple[Any, list[str]]:
@@ -278,18 +272,6 @@ def _find_seed(stage: Any) -> str:
     if (generator := given.get("rng")) is not None:
         return repr(generator.getstate())
     return str(given["seed"]) if given.get("seed") is not None else os.urandom(8).hex()
-
-
-def _open_part(part: TablePart, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> SampleSource:
-    """The source of this worker's rows of a table: read by columns if all are arrays, else row by row."""
-    from torch.utils.data import default_collate
-
-    columns = part.arrays
-    if columns is None:
-        return SampleSource(part, len(part), collate_fn or default_collate, options, divided=True)
-    return SampleSource(
-        Arrays(columns, whole=collate_fn is None), len(part), collate_fn or identity, options, divided=True
-    )
 
 
 def _open_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> SampleSource:
@@ -436,7 +418,3 @@ def _set_epoch(thing: Any, epoch: int) -> None:
     hook = getattr(thing, "set_epoch", None)
     if callable(hook):
         hook(epoch)
-
-
-def _describe_kind(data: Any) -> str:
-    return f"a {type(data).__name__}"

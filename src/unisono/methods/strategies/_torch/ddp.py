@@ -9,13 +9,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.methods.checks import AtLeast
-from unisono.methods.strategies._torch._data_parallel import DataParallelReplica
-from unisono.methods.strategy import Replica, Strategy
+from unisono.methods.strategies._torch._replica import DataParallelReplica, TorchStrategy
+from unisono.methods.strategy import Replica
 from unisono.world import World
 
 
 @dataclass(frozen=True)
-class ddp(Strategy):
+class ddp(TorchStrategy):
     """Gradients by torch's DistributedDataParallel, on a process group of torch's own.
 
     bucket_mb: how much travels together, in MiB; torch's default is 25.
@@ -24,9 +24,6 @@ class ddp(Strategy):
 
     bucket_mb: Annotated[int, AtLeast(1, "MiB a bucket")] = 25
     find_unused: bool = False
-
-    def why_torch_optimizer(self) -> str:
-        return "it goes around a module of torch's and its optimizer"
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return DataParallelReplica(

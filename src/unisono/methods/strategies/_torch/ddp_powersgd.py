@@ -11,13 +11,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.optim import Optimizer
 
 from unisono.methods.checks import AtLeast
-from unisono.methods.strategies._torch._data_parallel import DataParallelReplica, gradient_bytes
-from unisono.methods.strategy import Replica, Strategy
+from unisono.methods.strategies._torch._replica import DataParallelReplica, TorchStrategy, gradient_bytes
+from unisono.methods.strategy import Replica
 from unisono.world import World
 
 
 @dataclass(frozen=True)
-class ddp_powersgd(Strategy):
+class ddp_powersgd(TorchStrategy):
     """Gradients as low-rank factors, by torch's own hook, in one bucket: on gloo it fails with several under way.
 
     rank: of the factors.
@@ -26,9 +26,6 @@ class ddp_powersgd(Strategy):
 
     rank: Annotated[int, AtLeast(1, "columns of a factor")] = 1
     start: Annotated[int, AtLeast(2, "steps before it compresses")] = 2
-
-    def why_torch_optimizer(self) -> str:
-        return "it goes around a module of torch's and its optimizer"
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         state = torch_powersgd.PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.start)

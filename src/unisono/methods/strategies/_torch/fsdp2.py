@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from unisono.methods.strategies._torch._group import TorchReplica
-from unisono.methods.strategy import Replica, Strategy
+from unisono.methods.strategies._torch._replica import TorchReplica, TorchStrategy
+from unisono.methods.strategy import Replica
 from unisono.world import World
 
 
 @dataclass(frozen=True)
-class fsdp2(Strategy):
+class fsdp2(TorchStrategy):
     """Every repeated block (an element of a ModuleList or of a TransformerEncoder) and the model itself are sharded.
 
     reshard: give a block's parameters away after forward, and gather them again for backward.
@@ -27,9 +27,6 @@ class fsdp2(Strategy):
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         if optimizer.state:
             raise ValueError("torch:fsdp2 needs a fresh optimizer: this one has stepped, and its state is not split")
-
-    def why_torch_optimizer(self) -> str:
-        return "it goes around a module of torch's and its optimizer"
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return _ShardedReplica(model, optimizer, world, self)

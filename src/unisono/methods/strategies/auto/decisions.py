@@ -107,11 +107,6 @@ class Decision:
         return "; ".join(parts)
 
 
-def is_drift(now: float, before: float) -> bool:
-    """Whether two times are not the same any more."""
-    return now > DRIFT * before or before > DRIFT * now
-
-
 class Predictor:
     """Seconds of a step of each candidate: own + fit * what its bytes take on the link + the rest.
 
@@ -173,7 +168,8 @@ class _Usual:
     def note(self, value: float, whole: float, since: int) -> None:
         """Once more, as a part of a `whole`: what is small beside that is never another."""
         usual = self.value
-        if usual != usual or not is_drift(value, usual) or max(value, usual) < _SMALL * whole:
+        is_usual = value <= DRIFT * usual and usual <= DRIFT * value
+        if usual != usual or is_usual or max(value, usual) < _SMALL * whole:
             self._kept.append(value)
             self._others = []
             return
@@ -321,16 +317,13 @@ class Tuner:
             return None
         best = min(m.wall_s for m in self._tried.values())
         guesses = {i: self.predictor.predict(i) for i in range(len(self.candidates)) if i not in self._tried}
-        known = {i: s for i, s in guesses.items() if s is not None and s <= best * self._find_limit(i)}
+        # How much of the best time so far a candidate may be predicted to take.
+        limits = [TOO_SLOW if self._home is None else ABOUT if i < self._origin else 1 / GAIN for i in guesses]
+        pairs = zip(guesses.items(), limits, strict=True)
+        known = {i: s for (i, s), limit in pairs if s is not None and s <= best * limit}
         if known:
             return min(known, key=lambda i: (known[i], i))
         return next((i for i, s in guesses.items() if s is None), None)
-
-    def _find_limit(self, index: int) -> float:
-        """How much of the best time so far a candidate may be predicted to take."""
-        if self._home is None:
-            return TOO_SLOW
-        return ABOUT if index < self._origin else 1 / GAIN
 
     def _try(self, kind: str, step: int, index: int, why: str) -> Decision:
         before, self.at_work = self.candidates[self.at_work].spec, index
@@ -354,22 +347,17 @@ class Tuner:
         found = self._find_next(step)
         if found is not None:
             return [self._try("trial", step, found, "a trial")]
-        if self._is_in_doubt():
-            self._is_checked = True
-            return [self._try("trial", step, self._origin, "once more, to be sure")]
+        if self._home is not None and not self._is_checked:
+            best = self._find_winner()
+            if best > self._origin and self._home.wall_s < SURE * self._tried[best].wall_s:
+                self._is_checked = True  # what was at work before may have been measured in a bad moment
+                return [self._try("trial", step, self._origin, "once more, to be sure")]
         self._in_round = False
         made = self._settle(step) if self._home is None else self._end_round(step)
         self._forget()
         self._checks = 0
         self.wants_link = False
         return [made]
-
-    def _is_in_doubt(self) -> bool:
-        """Whether what was at work before may have been measured in a bad moment."""
-        if self._home is None or self._is_checked:
-            return False
-        best = self._find_winner()
-        return best > self._origin and self._home.wall_s < SURE * self._tried[best].wall_s
 
     def _settle(self, step: int) -> Decision:
         """Those named first are preferred: one further on must be faster by as much as pays a change."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.background import Handle
+from unisono.methods.exchange.overlap import SideChannel
 from unisono.methods.exchange.reduction import LearningRates
-from unisono.methods.exchange.side_channel import SideChannel
-from unisono.methods.strategies.crossbow.central_model import CentralModel
-from unisono.methods.strategies.crossbow.learners import Batches, Learners
+from unisono.methods.strategies.crossbow.learners import Batches, CentralModel, Learners
 from unisono.methods.strategies.crossbow.tuning import Tuning
 from unisono.methods.strategy import Change, ModelPart, PeriodicReplica, bound_parameters, share, share_buffers
 from unisono.methods.strategy.program_writes import Written
@@ -67,7 +66,7 @@ class CrossbowReplica(PeriodicReplica):
         self._writer = 0  # the learner that it last wrote to
         self.learners = Learners(model, optimizer, self.copy_model)
         self.center = CentralModel(self.learners.named)
-        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        super().__init__(model, optimizer, world, strategy)
 
     @property
     def alpha(self) -> float:
@@ -101,17 +100,16 @@ class CrossbowReplica(PeriodicReplica):
             self.center.release(self._side.channel)
             self._side.channel.close()
             self._side = None
-        if change is None:
-            self._leave_model()
-
-    def _leave_model(self) -> None:
-        """The model holds the central model, or what the program loaded since (unless another replica trains it by
-        now)."""
+        if change is not None:
+            return
+        # Unless another replica trains it by now, the model holds the central one, or what the program loaded since.
         if not bound_parameters({param: name for name, param in self.learners.named}):
             with torch.no_grad():
                 self.center.copy_to(self.learners.params(self.learners.turn))
-                for param, value in self._find_loaded().items():
-                    param.copy_(value)
+                loaded = {name: x for one in self._list_written() if one.loaded for name, x in one.values.items()}
+                for name, param in self.learners.named:
+                    if name in loaded:
+                        param.copy_(loaded[name])
         self.learners.close()
         self._exchange = self._stale = None
 
@@ -126,7 +124,7 @@ class CrossbowReplica(PeriodicReplica):
             self._wait_for(self._stale)
             self._stale = None
         self.center.follow()
-        if not self.center.has_its_buckets:
+        if {name for bucket in self.center.buckets for name in bucket.names} != set(self.center.z):
             self._build()
         self.center.fill([self.learners.params(j) for j in range(self.learners.count)])
         self._update_learning_rates()
@@ -165,28 +163,28 @@ class CrossbowReplica(PeriodicReplica):
         if not self._looked:  # the step was skipped
             self._look()
         if self.due:
-            self.center.correct(self.learners.params(self.learners.turn), self.alpha, self._written_by_all())
+            # What every rank's program wrote alike before this round, the central model is to become: the learner has
+            # nothing of it to give up. Waits for the others only where this rank wrote.
+            exchange = self._exchange
+            wrote = exchange is not None and exchange.written.values and self._wait_for(exchange)[1]
+            by_all = exchange.written.values if exchange is not None and wrote else ()
+            self.center.correct(self.learners.params(self.learners.turn), self.alpha, by_all)
         self._looked = False
         following = (self.learners.turn + 1) % self.learners.count
         if following == 0:
             self._end_round()
         self.learners.turn_to(following)
 
-    def _written_by_all(self) -> Collection[str]:
-        """What every rank's program wrote alike before this round: the central model is to become that, and the learner
-        has nothing of it to give up. Waits for the others only where this rank wrote."""
-        exchange = self._exchange
-        if exchange is None or not exchange.written.values:
-            return ()
-        return exchange.written.values if self._wait_for(exchange)[1] else ()
-
     def _end_round(self) -> None:
         if self.due:
             assert self._exchange is not None, "begun before the round's first step"
             dropped, agreed = self._wait_for(self._exchange)
             self.center.move(self._exchange.sums(), self.alpha, self.strategy.momentum)
-            if agreed:
-                self._take_as_central(self._exchange.written)
+            if agreed:  # z becomes what every rank's program wrote, and so do learners that were not in the model then
+                self.center.replace(self._exchange.written.values)
+                for j in range(self.learners.count):
+                    if j != self._writer:
+                        self.center.copy_to(self.learners.params(j))
             self._exchange, self._alone = None, 0
             if dropped:
                 self._high, self._dropped = self._learning_rates.by_group(), False
@@ -196,13 +194,6 @@ class CrossbowReplica(PeriodicReplica):
             self._alone += 1
         self.rounds += 1
         self._tune()
-
-    def _take_as_central(self, written: Written) -> None:
-        """z becomes what every rank's program wrote, and so do the learners that were not in the model then."""
-        self.center.replace(written.values)
-        for j in range(self.learners.count):
-            if j != self._writer:
-                self.center.copy_to(self.learners.params(j))
 
     def _wait_for(self, exchange: Sum) -> tuple[bool, bool]:
         ledger = self.world.ledger
@@ -321,11 +312,6 @@ class CrossbowReplica(PeriodicReplica):
             torch.stack(each).mean(0) if each[0].is_floating_point() or each[0].is_complex() else each[0]
             for each in zip(*every, strict=True)
         ]
-
-    def _find_loaded(self) -> dict[Tensor, Tensor]:
-        """By parameter: what the program loaded, where no round has made it the central model yet."""
-        loaded = {name: x for one in self._list_written() if one.loaded for name, x in one.values.items()}
-        return {param: loaded[name] for name, param in self.learners.named if name in loaded}
 
     def _list_written(self) -> list[Written]:
         """What the program wrote before the exchange that is under way, and since that began."""

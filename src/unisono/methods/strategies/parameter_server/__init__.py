@@ -75,10 +75,6 @@ class parameter_server(Strategy):
             )
         if self.feedback and self.reducer is None:
             raise ValueError("feedback keeps what a reducer's codec did not get through: give a reducer, got None")
-        self._check_counts(world)
-        _check_model(model, optimizer, self)
-
-    def _check_counts(self, world: World) -> None:
         own = self.place == "own"
         most = world.size - 1 if own else world.size
         if self.servers > most:
@@ -91,6 +87,15 @@ class parameter_server(Strategy):
             raise ValueError(f"delay={self.delay} of {workers} workers: a worker can wait for {workers - 1} others")
         if self.delay and self.staleness == 0:
             raise ValueError(f"delay={self.delay} needs staleness=None or above 0: with 0 all pushes are one step")
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if isinstance(optimizer, LBFGS):
+            raise TypeError("a server takes one gradient a step, but LBFGS asks for several: use another optimizer")
+        if self.servers > len(held):
+            raise ValueError(f"servers={self.servers} for {len(held)} parameter tensors: expected at most one for each")
+        if self.reducer is not None and any(p.is_complex() for p in held):
+            raise ValueError(
+                f"{self.reducer.spec or 'the reducer'} compresses real numbers, the model has complex ones"
+            )
 
     def why_torch_optimizer(self) -> str:
         return "its servers step the optimizer"
@@ -101,15 +106,3 @@ class parameter_server(Strategy):
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return ServedReplica(model, optimizer, world, self)
-
-
-def _check_model(model: nn.Module, optimizer: Optimizer, strategy: parameter_server) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, LBFGS):
-        raise TypeError("a server takes one gradient a step, but LBFGS asks for several: use another optimizer")
-    if strategy.servers > len(held):
-        raise ValueError(f"servers={strategy.servers} for {len(held)} parameter tensors: expected at most one for each")
-    if strategy.reducer is not None and any(p.is_complex() for p in held):
-        raise ValueError(
-            f"{strategy.reducer.spec or 'the reducer'} compresses real numbers, the model has complex ones"
-        )

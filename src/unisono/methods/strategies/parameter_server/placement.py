@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
 from torch.nn import Parameter
 
 from unisono.methods.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink, RequestLoop, Settled
@@ -26,6 +25,7 @@ class Connections:
         self.links, self.loops = list(links), list(loops)
         self._lock = threading.Lock()
         self._left = False
+        self._forgotten: weakref.finalize[..., object] | None = None
         _connected.add(self)
 
     def settle(self, buffers: bytes, written: Sequence[Values]) -> list[Settled]:
@@ -58,7 +58,19 @@ class Connections:
             loop.close()
         self._release()
 
+    def leave_without(self, owner: object) -> None:
+        """Leave when `owner` is gone without a close; a server that is here goes on behind the program."""
+
+        def finish_behind() -> None:
+            # All of it in a thread: `owner` may be collected while this one holds a lock that the server's step needs.
+            threading.Thread(target=self.finish, name="unisono leaving", daemon=True).start()
+
+        self._forgotten = weakref.finalize(owner, finish_behind)
+        self._forgotten.atexit = False
+
     def _release(self) -> None:
+        if self._forgotten is not None:  # else a thread would begin to leave once more, when the owner is collected
+            self._forgotten.detach()
         for link in self.links:
             link.close()
         for loop in self.loops:
@@ -86,16 +98,6 @@ def _drain_at_exit() -> None:
             connections.finish()
 
 
-def leave_when_forgotten(owner: object, connections: Connections) -> None:
-    """Leave when `owner` is gone without a close; a server that is here goes on behind the program."""
-
-    def finish_behind() -> None:
-        # All of it in a thread: `owner` may be collected while this one holds a lock that the server's step needs.
-        threading.Thread(target=connections.finish, name="unisono leaving", daemon=True).start()
-
-    weakref.finalize(owner, finish_behind).atexit = False
-
-
 def connect(
     world: World,
     parts: Sequence[Sequence[Parameter]],
@@ -118,12 +120,11 @@ def connect(
         if here is not None:
             loops += [RequestLoop(here, pairs[w, me], w, part, coder(part, w, i)) for w in workers if w != me]
         if me in workers:
-            targets: Sequence[Tensor] = part  # wherever their memory will be: another replica may move it
             mine = coder(part, me, i)
             if here is not None:
-                links.append(LocalLink(here, me, targets, mine))
+                links.append(LocalLink(here, me, part, mine))
             else:
-                links.append(RemoteLink(pairs[me, place], place, len(workers), targets, mine))
+                links.append(RemoteLink(pairs[me, place], place, len(workers), part, mine))
     return Connections(links, loops)
 
 

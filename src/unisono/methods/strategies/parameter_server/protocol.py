@@ -45,8 +45,11 @@ class Coder:
         for part, grad in zip(line.split(self.counts), grads, strict=True):
             if grad is not None:
                 part.copy_(grad.reshape(-1))
-        if self.residual is not None:
-            self._rescale(rates)
+        if self.residual is not None:  # what was kept counts at the learning rate that it was met with
+            for part, old, new in zip(self.residual.split(self.counts), self.rates, rates, strict=False):
+                if old > 0 and new > 0 and old != new:
+                    part.mul_(old / new)
+            self.rates = rates
             line += self.residual
         code = self.codec.encode(line, noise(0, step, *self.seed))
         if self.residual is not None and bool(torch.isfinite(line).all()):
@@ -57,14 +60,6 @@ class Coder:
         """Decode gradients, into tensors of the shapes and dtypes of `like`."""
         parts = self.codec.decode(code, sum(self.counts)).split(self.counts)
         return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, like, strict=True)]
-
-    def _rescale(self, rates: list[float]) -> None:
-        """What was kept counts at the learning rate that it was met with."""
-        assert self.residual is not None
-        for part, old, new in zip(self.residual.split(self.counts), self.rates, rates, strict=False):
-            if old > 0 and new > 0 and old != new:
-                part.mul_(old / new)
-        self.rates = rates
 
 
 class LocalLink:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono import packing
-from unisono.methods.strategies.parameter_server.placement import (
-    Connections,
-    connect,
-    leave_when_forgotten,
-    split_parameters,
-)
+from unisono.methods.strategies.parameter_server.placement import Connections, connect, split_parameters
 from unisono.methods.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink
 from unisono.methods.strategies.parameter_server.server import Grads, Server, Settings, Values, options_of
 from unisono.methods.strategy import Change, ModelPart, PeriodicReplica
@@ -51,7 +45,7 @@ class ServedReplica(PeriodicReplica):
         self._clocks: list[int] = []
         if strategy.reducer is not None:  # its codec runs outside of an exchange
             self.not_measured = ("compression",)
-        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        super().__init__(model, optimizer, world, strategy)
         self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _: self._bring_states()))
 
     def start(self) -> None:
@@ -76,7 +70,11 @@ class ServedReplica(PeriodicReplica):
             range(n - count, n) if own else range(count),
             workers,
             server=lambda part: Server(part, optimizer, workers, staleness=strategy.staleness, delay=strategy.delay),
-            coder=partial(_coder, strategy),
+            coder=lambda part, worker, server: (
+                None
+                if strategy.reducer is None or strategy.reducer.codec is None
+                else Coder(strategy.reducer.codec, part, feedback=strategy.feedback, seed=(worker, server))
+            ),
         )
         if own:
             world.narrow(workers)
@@ -85,7 +83,7 @@ class ServedReplica(PeriodicReplica):
             raise SystemExit(0)
         if own:
             move_batch_norm(model, world)
-        leave_when_forgotten(self, self._connections)
+        self._connections.leave_without(self)
 
     @property
     def _links(self) -> Sequence[LocalLink | RemoteLink]:
@@ -107,7 +105,9 @@ class ServedReplica(PeriodicReplica):
         scale = self._unscale()
         self._stashed = list(grads.items())
         if scale is not None:
-            dense = {p: None if g is None else _plain_grad(g, scale) for p, g in grads.items()}
+            dense = {p: g.to_dense() if g is not None and g.is_sparse else g for p, g in grads.items()}
+            if scale != 1.0:
+                dense = {p: None if g is None else g * scale for p, g in dense.items()}
             self._exchange([[dense[p] for p in part] for part in self._parts])
         else:
             self._exchange([None] * len(self._parts))
@@ -218,8 +218,10 @@ class ServedReplica(PeriodicReplica):
 
     def _take(self, part: Sequence[Parameter], states: Sequence[dict[str, Any]]) -> None:
         for param, state in zip(part, states, strict=True):
-            if state:
-                self.optimizer.state[param] = {k: _move_beside(v, param) for k, v in state.items()}
+            if state:  # where the optimizer would have made it: counts stay on the host
+                self.optimizer.state[param] = {
+                    k: v.to(param.device) if isinstance(v, Tensor) and v.dim() else v for k, v in state.items()
+                }
 
     def _bring_states(self) -> None:
         """Fetch the states for `optimizer.state_dict()`. In a world that is being formed anew the servers answer no
@@ -325,24 +327,8 @@ class ServedReplica(PeriodicReplica):
             super().close()
 
 
-def _coder(strategy: parameter_server, part: Sequence[Parameter], worker: int, server: int) -> Coder | None:
-    if strategy.reducer is None or strategy.reducer.codec is None:
-        return None
-    return Coder(strategy.reducer.codec, part, feedback=strategy.feedback, seed=(worker, server))
-
-
 def _has_changed(x: Tensor, before: Tensor) -> bool:
     if x.equal(before) or x.dtype.itemsize < 4 or not (x.is_floating_point() or x.is_complex()):
         return not x.equal(before)
     rounding = 2 * torch.finfo(x.dtype).eps * float(before.abs().max())
     return not torch.allclose(x, before, rtol=0.0, atol=rounding)
-
-
-def _plain_grad(grad: Tensor, scale: float) -> Tensor:
-    dense = grad.to_dense() if grad.is_sparse else grad
-    return dense if scale == 1.0 else dense * scale
-
-
-def _move_beside(value: Any, param: Tensor) -> Any:
-    """A state from a server, where the optimizer would have made it: counts stay on the host."""
-    return value.to(param.device) if isinstance(value, Tensor) and value.dim() else value

@@ -104,7 +104,14 @@ class Server:
                 self._settings[worker] = settings
             self._clocks[worker] += 1
             self._note_written(worker, written or [])
-            missed = self._in_a_round(worker, grads) if self.staleness == 0 else self._by_itself(worker, grads)
+            missed = 0
+            if self.staleness == 0:
+                number = self._rounds
+                self._round[worker] = grads
+                self._look_again()
+                self._wait(lambda: self._rounds > number)
+            else:
+                missed = self._apply_alone(worker, grads)
             return Answer(
                 self._clocks[worker] - self._slowest(worker), missed, [self._clocks.get(w, -1) for w in self._all]
             )
@@ -157,8 +164,11 @@ class Server:
             self._optimizer.state.clear()
             for param, value, state in zip(self._params, params, states, strict=True):
                 param.copy_(value)
-                if state:
-                    self._optimizer.state[param] = {k: _copy_to_host(v) for k, v in state.items()}
+                if state:  # a server works in the memory of the host, on copies of its own
+                    self._optimizer.state[param] = {
+                        k: v.detach().cpu().clone() if isinstance(v, Tensor) else copy.deepcopy(v)
+                        for k, v in state.items()
+                    }
 
     def leave(self, worker: int) -> None:
         """Forget a worker that has left: nobody waits for it any more."""
@@ -177,17 +187,16 @@ class Server:
 
     # Inside, with the lock held ---------------------------------------------------------------------------------
 
-    def _in_a_round(self, worker: int, grads: Grads | None) -> int:
-        number = self._rounds
-        self._round[worker] = grads
-        self._look_again()
-        self._wait(lambda: self._rounds > number)
-        return 0
-
-    def _by_itself(self, worker: int, grads: Grads | None) -> int:
+    def _apply_alone(self, worker: int, grads: Grads | None) -> int:
+        """A step by one worker's push; gives how many steps by others' it has not seen."""
         before = dict(self._clocks)
+
+        def has_waited() -> bool:  # for pushes of those that are here: where one has left, for one fewer
+            pushes = sum(clock - before[w] for w, clock in self._clocks.items() if w != worker)
+            return pushes >= min(self.delay, len(self._active()) - 1)
+
         self._changed.notify_all()
-        self._wait(lambda: self._pushes_of_others(worker, before) >= min(self.delay, len(self._active()) - 1))
+        self._wait(has_waited)
         missed = self.version - self._seen[worker]
         if grads is not None:
             self._do_or_fail(lambda: self._step(grads, self._settings[worker], share=1.0 / len(self._clocks)))
@@ -203,10 +212,6 @@ class Server:
 
     def _slowest(self, worker: int) -> int:
         return min(self._clocks[w] for w in {*self._active(), worker})
-
-    def _pushes_of_others(self, worker: int, since: dict[int, int]) -> int:
-        """Only of those that are here: where one has left, the wait is for one fewer."""
-        return sum(clock - since[w] for w, clock in self._clocks.items() if w != worker)
 
     def _look_again(self) -> None:
         """Somebody has come, gone, or rests: a round may be full, and all may rest."""
@@ -363,8 +368,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(_is_plain(one) for one in value)
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _copy_to_host(value: Any) -> Any:
-    """A server works in the memory of the host, on copies of its own."""
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

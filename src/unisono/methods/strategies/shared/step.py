@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.methods.offload.optimizers import GroupStep, Settings, read_settings
-from unisono.methods.strategies._host_memory import HostMemory
-from unisono.methods.strategies._writes import describe_settings
+from unisono.methods.strategies._host_memory import HostMemory, describe_settings
 from unisono.methods.strategies.shared.gradients import Mean, Place, do_changes
 from unisono.methods.strategies.shared.lines import Line, Piece, cut_tiles
 from unisono.methods.strategies.shared.state import HostState, ParameterState, StepCount

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from unisono.methods.strategies._host_memory import HostMemory
-from unisono.methods.strategies._writes import Placed, Writes, describe_settings
+from unisono.methods.strategies._host_memory import HostMemory, Placed, Writes, describe_settings
 from unisono.methods.strategies.zero.hooks import ModelHook
 from unisono.methods.strategies.zero.on_use import Watched
 from unisono.methods.strategies.zero.units import UNCALLED, WHOLE, Unit

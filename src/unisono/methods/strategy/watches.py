@@ -1,5 +1,5 @@
-"""Parameters that have become different between ranks, found while training goes on: every few steps the ranks compare
-sums of some of their bits.
+"""What a replica watches beside its training: faults on purpose that are due (`FaultWatch`), and parameters that have
+become different between ranks (`ParameterWatch`). For these the ranks compare sums of some bits every few steps.
 
 A check takes a part of all parameters, the next one the part after it: a bit that differs anywhere is found once all of
 them had their turn, after `rounds` checks at the latest. The sums of all ranks are equal just when their largest and
@@ -15,19 +15,24 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from time import sleep
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from unisono.background import Handle
+from unisono.launchers.runtime import faults
+from unisono.launchers.runtime.faults import Armed, Fault
 from unisono.launchers.runtime.variables import are_checks_on
+from unisono.methods.exchange.windows import if_alive
+from unisono.methods.model_copies import add_hook
 from unisono.world import World
+from unisono.world.ledger import Record
 
 if TYPE_CHECKING:
     from unisono.methods.strategy.replica import Replica
-
-__all__ = ["VARIABLE", "ParameterWatch"]
 
 VARIABLE = "UNISONO_CHECK_EVERY"  # steps from one check to the next; 0: never
 EVERY_STEPS, EVERY_S = 20, 0.4  # the later of the two, where the variable is not set
@@ -128,7 +133,10 @@ class ParameterWatch:
             whole = (whole * _FACTOR + one) % _PRIME
         rows = world.ledger.rows
         wall_us = round(1e6 * rows[-1].wall) if rows else 0
-        self._channel = _find_channel(world)
+        known = _channels.get(world)
+        if known is None or known[0] != world.name:  # one a world: replicas come and go in it
+            known = _channels[world] = (world.name, world.channel(inline=False))
+        self._channel = known[1]
         numbers = torch.tensor([whole, -whole, wall_us], dtype=torch.int64)
         self._asked = self._channel.all_reduce(numbers, "max", tag="parameters")
 
@@ -238,12 +246,92 @@ def _find_odd(sums: Sequence[int]) -> list[int]:
     return [rank for rank, one in enumerate(sums) if one != value]
 
 
-def _find_channel(world: World) -> World:
-    """One a world: replicas come and go in it."""
-    known = _channels.get(world)
-    if known is None or known[0] != world.name:
-        known = _channels[world] = (world.name, world.channel(inline=False))
-    return known[1]
-
-
 _channels: weakref.WeakKeyDictionary[World, tuple[str, World]] = weakref.WeakKeyDictionary()
+
+
+class FaultWatch:
+    """Watches a replica's model and ledger, and fires what is due. Step n lasts until the ledger counts n steps."""
+
+    def __init__(self, model: nn.Module, world: World, armed: Sequence[Armed]) -> None:
+        self._armed = list(armed)
+        self.enter(world)
+        self._hooks: list[Any] = []
+        if self._in_phase("forward"):
+            self._hooks.append(add_hook(model.register_forward_pre_hook, self._on_forward))
+        if self._in_phase("backward"):
+            last = [p for p in model.parameters() if p.requires_grad][-1]  # the first that backward reaches
+            ready = weakref.WeakMethod(self._on_gradient)
+            self._hooks.append(last.register_post_accumulate_grad_hook(partial(if_alive, ready, "")))
+
+    def enter(self, world: World) -> None:
+        """Go on in a world: its ledger counts."""
+        self._ledger = world.ledger
+        ledger = weakref.ref(world.ledger)
+
+        def note(fault: Fault, step: int) -> None:
+            book = ledger()
+            if book is not None:
+                book.event("fault", fault=str(fault), at=step)
+
+        faults.listen(note)
+        if self._in_phase("exchange"):
+            world.ledger.on_record = weakref.WeakMethod(self._on_record)
+
+    @classmethod
+    def find(cls, model: nn.Module, world: World) -> FaultWatch | None:
+        """One for the faults of this worker; None where it has none."""
+        armed = faults.find_armed()
+        return cls(model, world, armed) if armed else None
+
+    def _in_phase(self, phase: str) -> list[Armed]:
+        return [one for one in self._armed if one.fault.phase == phase and not one.fired]
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def before_count(self, owner: object) -> None:
+        """The step is about to be counted: make it longer, where it is to be slow."""
+        step = self._ledger.step_count + 1
+        for one in self._armed:
+            if one.fault.kind == "slow" and one.fault.step <= step <= one.fault.last:
+                row = self._ledger.measure(owner)
+                if row is not None:
+                    one.fire(step)
+                    sleep((one.fault.factor - 1.0) * row.compute)
+
+    def after_count(self) -> None:
+        """The step has been counted."""
+        for one in self._in_phase("step"):
+            if one.fault.kind in ("kill", "stop") and one.is_due(self._ledger.step_count):
+                one.fire(self._ledger.step_count)
+
+    def in_update(self) -> None:
+        """The optimizer steps."""
+        for one in self._in_phase("update"):
+            if one.is_due(self._ledger.step_count):
+                one.fire(self._ledger.step_count)
+
+    # Inside a step -----------------------------------------------------------------------------------------------
+
+    def _on_forward(self, _module: nn.Module, _args: Any) -> None:
+        if torch.is_grad_enabled():  # else the model is being evaluated
+            self._fire_now("forward")
+
+    def _on_gradient(self, _name: str, _param: torch.Tensor) -> None:
+        self._fire_now("backward")
+
+    def _fire_now(self, phase: str) -> None:
+        for one in self._in_phase(phase):
+            if one.is_due(self._ledger.step_count + 1):
+                one.fire(self._ledger.step_count + 1)
+
+    def _on_record(self, record: Record) -> None:
+        """A collective has ended. Not every step has one: the first from that step on is the one that is meant."""
+        for one in self._in_phase("exchange"):
+            if record.op != "objects" and one.fault.step <= self._ledger.step_count + 1:
+                one.fire(self._ledger.step_count + 1)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

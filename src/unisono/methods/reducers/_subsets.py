@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from unisono.methods.buckets import Bucket
@@ -20,6 +21,7 @@ from unisono.world import World
 
 __all__ = [
     "Subset",
+    "Vectors",
     "average_in_place",
     "find_lines",
     "find_runs",
@@ -31,6 +33,31 @@ __all__ = [
 
 Slices = list[tuple[slice, slice]]
 _lines: WeakKeyDictionary[Bucket, State] = WeakKeyDictionary()  # by subset: its last state, memory for the next
+
+
+class Vectors:
+    """The tensors of a bucket that have fewer than two dimensions: methods that send few numbers send these in full.
+
+    lengths: how many numbers each has.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        pairs = zip(bucket.starts, bucket.tensors, strict=True)
+        self._places = [(at, x.numel()) for at, x in pairs if x.dim() < 2 and x.numel()]
+        self.lengths = [n for _, n in self._places]
+
+    def views(self, line: Tensor) -> list[Tensor]:
+        """Views of them in a line of the bucket's layout."""
+        return [line[at : at + n] for at, n in self._places]
+
+    def take(self, line: Tensor) -> Tensor:
+        """Their numbers, one tensor after the other."""
+        return torch.cat([line[:0], *self.views(line)])
+
+    def put(self, line: Tensor, numbers: Tensor) -> None:
+        """Write such numbers to where they belong in a line."""
+        if self.lengths:
+            torch._foreach_copy_(self.views(line), numbers.split(self.lengths))
 
 
 class Subset(NamedTuple):

@@ -28,6 +28,7 @@ from unisono.methods.reducer import (
     residual_like,
     staged,
 )
+from unisono.methods.reducers._subsets import Vectors
 from unisono.world import World
 
 
@@ -117,14 +118,13 @@ class _Workspace:
 
     def __init__(self, bucket: Bucket, k: float) -> None:
         some = [i for i, x in enumerate(bucket.tensors) if x.numel()]
-        full = [i for i in some if bucket.tensors[i].dim() < 2]
         sparse = [i for i in some if bucket.tensors[i].dim() >= 2]
-        self._dense = [(bucket.starts[i], bucket.tensors[i].numel()) for i in full]  # where, how many
+        self._dense = Vectors(bucket)
         self._names = [bucket.names[i] for i in sparse]
         self._starts = [bucket.starts[i] for i in sparse]
         self._lengths = [bucket.tensors[i].numel() for i in sparse]
         self._counts = [count_kept(k, n) for n in self._lengths]
-        self.numbers = sum(self._counts) + sum(n for _, n in self._dense)
+        self.numbers = sum(self._counts) + sum(self._dense.lengths)
         self._device = bucket.device
         self._table: list[Tensor] | None = None
 
@@ -151,7 +151,7 @@ class _Workspace:
         if kept is not None:
             p = kept
             fold(bucket.flat, state["residual"], p)
-        picked = torch.cat([p.index_select(0, places), *self._view_vectors(p)])
+        picked = torch.cat([p.index_select(0, places), *self._dense.views(p)])
         sent = narrow_to(picked, bucket.dtype)
         if len(places):
             low, high = torch.aminmax(p)
@@ -163,12 +163,7 @@ class _Workspace:
     def put(self, flat: Tensor, places: Tensor, line: Tensor) -> None:
         """Write a line that was sent to where it belongs."""
         flat.index_copy_(0, places, line[: len(places)])
-        if self._dense:
-            torch._foreach_copy_(self._view_vectors(flat), line[len(places) :].split([n for _, n in self._dense]))
-
-    def _view_vectors(self, flat: Tensor) -> list[Tensor]:
-        """Views of the tensors that are sent in full."""
-        return [flat[at : at + n] for at, n in self._dense]
+        self._dense.put(flat, line[len(places) :])
 
     def sent(self, bucket: Bucket, places: Tensor, given: Tensor) -> list[Tensor]:
         """My part of the mean, as tensors."""

@@ -44,11 +44,14 @@ class SparseSets:
     """The largest numbers of each chunk, as messages and back.
 
     chunk: no chunk is longer: it gives the bits of a place. bits: of a value, 2 to 8; None: values as they are.
+    zero: it is one of the levels, so that a zero stays one.
     """
 
-    def __init__(self, pieces: Sequence[Piece], chunk: int, bits: int | None, device: torch.device) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], chunk: int, bits: int | None, device: torch.device, *, zero: bool = False
+    ) -> None:
         self._pieces = sorted(pieces, key=lambda piece: piece.kept)  # chunks that send as much lie side by side
-        self._bits = bits
+        self._bits, self._zero = bits, zero
         whole = all(piece.kept == piece.width for piece in pieces)
         self._place_bits = 0 if whole else (chunk - 1).bit_length()
         self._groups: list[tuple[int, int]] = []  # how many chunks, and how many numbers of each
@@ -75,7 +78,7 @@ class SparseSets:
             values = narrow_to(picked, dtype)
             packed = pack(inside, self._place_bits)
             return torch.cat([values.view(torch.uint8), packed]), places, values.to(line.dtype)
-        fitted = [fit(x.view(-1, kept), self._bits) for x, (_, kept) in self._split(picked)]
+        fitted = [fit(x.view(-1, kept), self._bits, zero=self._zero) for x, (_, kept) in self._split(picked)]
         ends = torch.cat([one for one, _ in fitted]) if fitted else line.new_zeros(0, 2, dtype=torch.bfloat16)
         codes = torch.cat([codes.view(-1) for _, codes in fitted]) if fitted else inside.int()
         values = self._read(ends, codes, line.dtype)
@@ -137,23 +140,24 @@ class SparseSets:
         return torch.cat(found)
 
 
-def fit(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def fit(x: Tensor, bits: int, *, zero: bool = False) -> tuple[Tensor, Tensor]:
     """Each row as signs and levels: the levels' two ends (bfloat16), and a code a number.
 
     Magnitudes go to the nearest of 2^(bits-1) levels from the smallest to the largest (with two levels, to one side of
     their mean); then the ends become those with the least squared error. A row never loses more than it has. A row with
-    a number that is not finite has ends that are not finite.
+    a number that is not finite has ends that are not finite. `zero`: the lower end is zero.
     """
     sizes, most = x.abs(), (1 << bits - 1) - 1
-    low, mean = sizes.amin(1, keepdim=True), sizes.mean(1, keepdim=True)
+    mean = sizes.mean(1, keepdim=True)
+    low = torch.zeros_like(mean) if zero else sizes.amin(1, keepdim=True)
     high = sizes.amax(1, keepdim=True) if most > 1 else 2 * mean - low
     step = (high - low) / most
     levels = ((sizes - low) / torch.where(step > 0, step, 1.0)).round_().clamp_(0, most).nan_to_num_(0.0)
     at = levels / most
-    apart = at - at.mean(1, keepdim=True)
-    spread = apart.square().sum(1, keepdim=True)
-    slope = (apart * (sizes - mean)).sum(1, keepdim=True) / torch.where(spread > 0, spread, 1.0)
-    low = mean - slope * at.mean(1, keepdim=True)
+    middle = torch.zeros_like(mean) if zero else at.mean(1, keepdim=True)
+    spread = (at - middle).square().sum(1, keepdim=True)
+    slope = ((at - middle) * (sizes - mean * (not zero))).sum(1, keepdim=True) / torch.where(spread > 0, spread, 1.0)
+    low = low if zero else mean - slope * middle
     codes = levels.to(torch.int32) | (x < 0).to(torch.int32) << bits - 1
     return narrow_to(torch.cat([low, low + slope], 1), torch.bfloat16).to(torch.bfloat16), codes
 
@@ -172,6 +176,9 @@ def pack(codes: Tensor, width: int) -> Tensor:
     >>> pack(torch.tensor([1, 2, 3]), 3).tolist()
     [209, 0]
     """
+    if width and 8 % width == 0:  # whole numbers of codes a byte, without a bit at a time
+        each = torch.cat([codes, codes.new_zeros(-len(codes) % (8 // width))]).to(torch.uint8).view(-1, 8 // width)
+        return sum((x << i * width for i, x in enumerate(each.unbind(1))), each.new_zeros(len(each)))
     written = (codes[:, None] >> torch.arange(width, device=codes.device) & 1).bool().view(-1)
     return truths.pack(torch.cat([written, written.new_zeros(-len(written) % 8)]))
 
@@ -182,5 +189,8 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     >>> unpack(pack(torch.tensor([1, 2, 3]), 3), 3, 3).tolist()
     [1, 2, 3]
     """
+    if width and 8 % width == 0:
+        each = [packed >> shift & (1 << width) - 1 for shift in range(0, 8, width)]
+        return torch.stack(each, 1).view(-1)[:count].int()
     written = truths.unpack(packed)[: count * width].view(count, width)
     return (written.int() << torch.arange(width, device=packed.device, dtype=torch.int32)).sum(1)

@@ -23,6 +23,7 @@ __all__ = [
     "Subset",
     "Vectors",
     "average_in_place",
+    "check_contracts",
     "find_lines",
     "find_runs",
     "narrow",
@@ -147,6 +148,16 @@ def run_together(works: Sequence[Stages]) -> Generator[None, None, list[tuple[Re
         if left:
             yield
     return results
+
+
+def check_contracts(inner: Reducer) -> None:
+    """Refuse a method around which what is fed back may grow."""
+    if inner.noise >= 1:
+        raise ValueError(
+            f"{inner.spec or 'this reducer'} rounds at random, without bias, with an error of up to {inner.noise:.3g} "
+            "times what it is given: fed back, that can grow without bound. Use it without error_feedback, or with "
+            "more bits, or with smaller blocks"
+        )
 
 
 # States ----------------------------------------------------------------------------------------------------------

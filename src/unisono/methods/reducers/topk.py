@@ -32,7 +32,7 @@ from unisono.methods.reducer import (
     residual_like,
     staged,
 )
-from unisono.methods.reducers._chunked import Chunk, ValueBits, build_chunked, count_chunked
+from unisono.methods.reducers._chunked import Chunk, Chunks, ValueBits, build_sparse, check_count, count_chunked
 from unisono.methods.reducers._subsets import Vectors
 from unisono.world import World
 
@@ -141,7 +141,9 @@ def topk(
     if chunk is not None:
         if momentum or clip is not None or ramp:
             raise ValueError("in chunks there is no momentum, clip or ramp: leave them out, or chunk")
-        return build_chunked("topk", chunk, k, bits, decay, feedback=feedback)
+        check_count(chunk, k)
+        make_chunks = partial(Chunks, chunk=chunk, k=k, bits=bits)
+        return build_sparse("topk", make_chunks, decay=decay, feedback=feedback)
     if bits is not None or decay != 1.0:
         raise ValueError("bits and decay are of sets in chunks: write topk(chunk=4096, k=64, ...)")
     check_setting("k", k, Fraction)

@@ -74,8 +74,8 @@ class qadam(Strategy):
         after = window - self.warmup
         if after < 0 or self.refresh is None:
             return after < 0
-        octave = (after // self.refresh + 1).bit_length() - 1  # intervals of 2^octave begin at refresh (2^octave - 1)
-        return (after - self.refresh * (2**octave - 1)) % 2**octave == 0
+        interval = 1 << (after // self.refresh + 1).bit_length() - 1  # from refresh (interval - 1) windows on
+        return (after - self.refresh * (interval - 1)) % interval == 0
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         _check_adam(optimizer)

@@ -36,6 +36,8 @@ BOTH = ("digits", "text")
 SIGN = (0.003, 0.003, 1.0)  # its step is the learning rate itself
 ONE_BIT = (0.5, 0.1, 1.0)  # at the text's own rate one-bit gradients diverge
 STALE = (1.0, 0.5, 1.0)  # late pushes act as momentum: at the text's own rate they diverge
+AVERAGED = (10.0, 10.0, 10.0)  # its momentum is a mean of gradients, where SGD's with 0.9 is ten times that
+SIGN_ALONE = (0.03, 0.03, 1.0)  # as SIGN, without the tenfold steps of momentum 0.9
 EACH = (0.25, 0.25, 0.25)  # each of the four workers steps with it in full, on a quarter of the batch
 
 VARIANTS = {
@@ -102,6 +104,17 @@ VARIANTS = {
     "zero_1": Variant("zero(stage=1)", adam=True),
     "zero_2": Variant("zero(stage=2)", adam=True),
     "zero_3": Variant("zero(stage=3)", adam=True),
+    "sparseloco": Variant("sparseloco(every=20)", adam=True),
+    "sparseloco_8": Variant("sparseloco(every=20, k=512)", adam=True),
+    "ef21": Variant("ef21(topk(k=0.01, feedback=False))", lr=AVERAGED, momentum=0.0),
+    "ef21_10": Variant("ef21(topk(k=0.1, feedback=False))", lr=AVERAGED, momentum=0.0),
+    "loco": Variant("loco"),
+    "loco_forgets": Variant("loco(reset=1)"),
+    "cocktail": Variant("cocktail"),
+    "fp8": Variant("fp8"),
+    "demo": Variant("demo", lr=SIGN_ALONE, momentum=0.0),
+    "sparta": Variant("sparta(share=0.005)", adam=True),
+    "sparta_5": Variant("sparta(share=0.05)", adam=True),
     "auto": Variant("auto(among=[allreduce, bf16, bytegrad, powersgd(rank=4)], check_every=10, trial_steps=3)"),
 }
 
@@ -506,6 +519,81 @@ ROWS = {
         links=("adam", "zero_2", "zero_3"),
         note="The 4 workers are on one host, where stages 1 and 2 have one model together and gather nothing: that is "
         "half of the bytes. Between hosts they send what `adam` sends, as the steps on links show.",
+    ),
+    "sparseloco": Row(
+        "Differences of models as 1 to 3 % of their numbers in 2 bits, with memory in the place of outer momentum: as "
+        "good as DiLoCo with exact differences, or better.",
+        "Sarfi et al. 2025, SparseLoCo, abstract (arXiv:2508.15706)",
+        ("adam", "diloco", "sparseloco", "sparseloco_8"),
+        all_of(
+            as_good("sparseloco", "diloco", *BOTH),
+            fewer_bytes("sparseloco", "diloco", 0.05),
+        ),
+        links=("adam", "sparseloco"),
+    ),
+    "ef21": Row(
+        "Estimates of momenta, corrected by their largest numbers, converge as SGD does, whatever the batch.",
+        "Fatkhullin et al. 2023, Momentum Provably Improves Error Feedback, abstract (arXiv:2305.15155)",
+        ("allreduce", "topk_1", "ef21", "ef21_10"),
+        all_of(
+            as_good("ef21", "allreduce", *BOTH),
+            as_good("ef21", "topk_1", *BOTH),
+            fewer_bytes("ef21", "allreduce", 0.07),
+        ),
+        links=("ef21",),
+    ),
+    "loco": Row(
+        "4 bits with the moving average of their error train as full precision does.",
+        "Xie et al. 2024, LoCo, abstract (arXiv:2407.04480)",
+        ("allreduce", "loco", "loco_forgets"),
+        all_of(
+            as_good("loco", "allreduce", *BOTH),
+            fewer_bytes("loco", "allreduce", 0.14),
+            faster("loco", "allreduce", 100, 2),
+        ),
+        links=("loco",),
+    ),
+    "cocktail": Row(
+        "Random, then the largest, then few bits, with error feedback: 100 times fewer bytes at no loss.",
+        "Wang et al. 2023, CocktailSGD, abstract (ICML 2023)",
+        ("allreduce", "cocktail"),
+        all_of(
+            as_good("cocktail", "allreduce", *BOTH),
+            fewer_bytes("cocktail", "allreduce", 0.04),
+            faster("cocktail", "allreduce", 100, 4),
+        ),
+        links=("cocktail",),
+    ),
+    "fp8": Row(
+        "8-bit floating point with scales trains as 16 bits do.",
+        "Micikevicius et al. 2022, FP8 Formats for Deep Learning, abstract (arXiv:2209.05433)",
+        ("allreduce", "bf16", "fp8"),
+        all_of(
+            as_good("fp8", "bf16", *BOTH),
+            fewer_bytes("fp8", "allreduce", 0.26),
+            faster("fp8", "allreduce", 100, 2),
+        ),
+        links=("fp8",),
+    ),
+    "demo": Row(
+        "Momenta that stay local, with their strongest frequencies exchanged, train as AdamW does.",
+        "Peng et al. 2024, DeMo, abstract (arXiv:2411.19870)",
+        ("adam", "allreduce", "demo"),
+        all_of(
+            as_good("demo", "adam", *BOTH),
+            fewer_bytes("demo", "adam", 0.06),
+        ),
+        links=("adam", "demo"),
+    ),
+    "sparta": Row(
+        "Averaging 0.05 to 0.5 % of the parameters in each step keeps workers together at a thousandth of the bytes.",
+        "EXO Labs 2025, SPARTA (report)",
+        ("adam", "sparta", "sparta_5"),
+        all_of(
+            as_good("sparta", "adam", *BOTH),
+            fewer_bytes("sparta", "adam", 0.03),
+        ),
+        links=("adam", "sparta"),
     ),
     "auto": Row(
         "The method that is fastest here is found by measuring while training goes on, at no loss.",

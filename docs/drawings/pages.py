@@ -68,6 +68,12 @@ PAGES: dict[str, Page] = {
     ),
     "casts": _reducer("bf16", ("gradients in 16 bits", G)),
     "topk": _reducer("topk(k=0.01)", ("biases in full", G), ("the largest 1 % of each matrix, with their places", G)),
+    "cocktail": _reducer(
+        "cocktail(random=0.2, k=0.1, chunk=4096)",
+        ("biases in full", G),
+        ("of numbers that all drew the largest tenth: places and 4 bits", G),
+    ),
+    "demo": _reducer("demo(k=32)", ("the strongest frequencies of momenta, with their places", G)),
     "randomk": _reducer("randomk(k=0.01)", ("biases, and the same 1 % of each matrix on all workers", G)),
     "powersgd": _reducer("powersgd(rank=1)", ("P = M Q, and the biases", G), ("Q = Mᵀ P", G)),
     "qsgd": _reducer("qsgd(bits=4)", ("4 bits a number", G), ("the means, rounded to 4 bits again", G)),
@@ -75,6 +81,22 @@ PAGES: dict[str, Page] = {
     "bytegrad": _reducer("bytegrad", ("a byte a number", G), ("the means, a byte a number again", G)),
     "signsgd": _reducer("signsgd", ("signs, a bit a number", G), ("the majority's signs, 2 bits a number", G)),
     "onebit": _reducer("onebit", ("signs, and a size for each tensor", G)),
+    "fp8": _reducer("fp8", ("8-bit floats, and a scale a row", G), ("the means, in 8 bits again", G)),
+    "loco": _reducer(
+        "loco",
+        ("g + e, 4 bits a number", G),
+        ("the means, rounded to 4 bits again", G),
+        note="e follows what 4 bits leave out, and is not sent.",
+    ),
+    "ef21": Page(
+        Course("ef21(topk(k=0.01, feedback=False))"),
+        [
+            ("first: gradients in full", G),
+            USED,
+            ("then how far momenta are from what all know of them: biases in full", "momenta"),
+            ("the largest 1 % of each matrix, with their places", "momenta"),
+        ],
+    ),
     "error_feedback": _reducer(
         "error_feedback(bytegrad)",
         ("g + e, a byte a number", G),
@@ -134,6 +156,20 @@ PAGES: dict[str, Page] = {
         ],
         "Drawn with every=4, fragments=2, delay=1: each fragment goes every 4 steps, behind the next step, and the "
         "outer optimizer steps after that one.",
+    ),
+    "sparseloco": Page(
+        Course("sparseloco(every=2)", windows=4),
+        [
+            ("whether the program wrote to parameters, or a learning rate fell", "small"),
+            ("biases: how far they have moved", M),
+            ("the largest differences of each chunk, in 2 bits", M),
+        ],
+        "Drawn with every=2. All go on from the last agreed model less the mean of what was sent.",
+    ),
+    "sparta": Page(
+        Course("sparta(share=0.05)", windows=3),
+        [("a twentieth of the parameters, drawn anew in each step", M)],
+        "Drawn with share=0.05. The numbers of a step's beginning travel behind it.",
     ),
     "crossbow": Page(
         Course("crossbow"),

@@ -13,6 +13,8 @@ SPECS = {
     "allreduce": "allreduce",
     "local_sgd": "local_sgd(every=2, start=1)",
     "diloco": "diloco(every=4, fragments=2, delay=1)",
+    "sparseloco": "sparseloco(every=4, chunk=16, k=4, fragments=2, delay=1)",
+    "sparta": "sparta(share=0.2)",
     "gossip": "gossip(bits=8)",
     "async_average": "async_average(every_s=0.01, warmup=1)",
     "qadam": "qadam(warmup=2)",

@@ -424,3 +424,37 @@ def test_after_close_the_optimizer_is_adam_again() -> None:
     train(model, optimizer, 0, range(3, 5))
     train(twin, its, 0, range(3, 5))
     assert torch.equal(flat(model), flat(twin))
+
+
+def test_v_is_updated_at_intervals_that_double_and_stands_still_between() -> None:
+    """0/1 Adam's schedule, against Adam with its v updated by hand in the same windows."""
+    windows, warmup, refresh, lr, eps = 14, 2, 2, 0.01, 1e-8
+    updated = [2, 3, 4, 6, 8, 12]  # two in every window, two in every second, ...
+
+    def gradients(window: int, rank: int) -> Tensor:
+        return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * window + rank), dtype=torch.float64)
+
+    def work(world: World) -> Tensor:
+        model = nn.Linear(3, 4, bias=False).double()
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr, eps=eps)
+        spec = f"qadam(warmup={warmup}, refresh={refresh}, reducer=dense)"
+        replica = un.parallel(model, optimizer, spec, world=world)
+        for window in range(windows):
+            optimizer.zero_grad()
+            (model.weight * gradients(window, world.rank)).sum().backward()
+            optimizer.step()
+        replica.close()
+        return model.weight.detach().clone()
+
+    x, m, v = (torch.zeros(4, 3, dtype=torch.float64) for _ in range(3))
+    times = 0
+    for window in range(windows):
+        g = (gradients(window, 0) + gradients(window, 1)) / 2
+        m = 0.9 * m + 0.1 * g
+        if window < warmup or window in updated:
+            v = 0.999 * v + 0.001 * g * g
+            times += 1
+        x = x - lr * (m / (1 - 0.9 ** (window + 1))) / ((v / (1 - 0.999**times)).sqrt() + eps)
+    for found in un.run_threads(work, 2):
+        torch.testing.assert_close(found, x, rtol=1e-9, atol=1e-12)

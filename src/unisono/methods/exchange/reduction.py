@@ -348,7 +348,11 @@ class Reduction:
             for path, value in entries.items():
                 if _is_unsent(path):
                     value.mul_(factor)
-        self.load_state_dict(shared, [local])
+        each = {
+            name: {path: 0 if _key(path) == "size" else value for path, value in entries.items()}
+            for name, entries in shared["each"].items()
+        }  # who is here may have changed although their number has not
+        self.load_state_dict({**shared, "each": each}, [local])
 
     def drop_unsent(self, names: Iterable[str]) -> None:
         """Send no more what was kept back of these parameters: they have been replaced."""

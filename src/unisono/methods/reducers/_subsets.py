@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from unisono.methods.buckets import Bucket
@@ -20,7 +21,9 @@ from unisono.world import World
 
 __all__ = [
     "Subset",
+    "Vectors",
     "average_in_place",
+    "check_contracts",
     "find_lines",
     "find_runs",
     "narrow",
@@ -31,6 +34,31 @@ __all__ = [
 
 Slices = list[tuple[slice, slice]]
 _lines: WeakKeyDictionary[Bucket, State] = WeakKeyDictionary()  # by subset: its last state, memory for the next
+
+
+class Vectors:
+    """The tensors of a bucket that have fewer than two dimensions: methods that send few numbers send these in full.
+
+    lengths: how many numbers each has.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        pairs = zip(bucket.starts, bucket.tensors, strict=True)
+        self._places = [(at, x.numel()) for at, x in pairs if x.dim() < 2 and x.numel()]
+        self.lengths = [n for _, n in self._places]
+
+    def views(self, line: Tensor) -> list[Tensor]:
+        """Views of them in a line of the bucket's layout."""
+        return [line[at : at + n] for at, n in self._places]
+
+    def take(self, line: Tensor) -> Tensor:
+        """Their numbers, one tensor after the other."""
+        return torch.cat([line[:0], *self.views(line)])
+
+    def put(self, line: Tensor, numbers: Tensor) -> None:
+        """Write such numbers to where they belong in a line."""
+        if self.lengths:
+            torch._foreach_copy_(self.views(line), numbers.split(self.lengths))
 
 
 class Subset(NamedTuple):
@@ -120,6 +148,16 @@ def run_together(works: Sequence[Stages]) -> Generator[None, None, list[tuple[Re
         if left:
             yield
     return results
+
+
+def check_contracts(inner: Reducer) -> None:
+    """Refuse a method around which what is fed back may grow."""
+    if inner.noise >= 1:
+        raise ValueError(
+            f"{inner.spec or 'this reducer'} rounds at random, without bias, with an error of up to {inner.noise:.3g} "
+            "times what it is given: fed back, that can grow without bound. Use it without error_feedback, or with "
+            "more bits, or with smaller blocks"
+        )
 
 
 # States ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from unisono.methods.reducer import (
     staged,
     stages_of,
 )
+from unisono.methods.reducers._subsets import check_contracts
 from unisono.world import World
 
 _CHUNK = 1 << 18  # numbers added at a time: what was written is still in the cache when it is copied
@@ -58,12 +59,7 @@ def error_feedback(inner: Reducer) -> Reducer:
     """
     if inner.memory:
         return inner
-    if inner.noise >= 1:
-        raise ValueError(
-            f"{inner.spec or 'this reducer'} rounds at random, without bias, with an error of up to {inner.noise:.3g} "
-            "times what it is given: fed back, that can grow without bound. Use it without error_feedback, or with "
-            "more bits, or with smaller blocks"
-        )
+    check_contracts(inner)
     spare = SpareLines()
 
     def init(bucket: Bucket) -> State:

@@ -5,7 +5,6 @@ Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (2018).
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Annotated
 from weakref import WeakKeyDictionary
@@ -16,7 +15,7 @@ from torch import Tensor
 from unisono.methods.buckets import Bucket
 from unisono.methods.checks import Range, validate
 from unisono.methods.facts import Convergence, Example, Facts, Sizes
-from unisono.methods.kernels.select import count_kept, fold, narrow_to
+from unisono.methods.kernels.select import fold, narrow_to
 from unisono.methods.reducer import (
     Reduced,
     Reducer,
@@ -28,6 +27,8 @@ from unisono.methods.reducer import (
     residual_like,
     staged,
 )
+from unisono.methods.reducers._random_places import RandomPlaces
+from unisono.methods.reducers._subsets import Vectors
 from unisono.world import World
 
 
@@ -90,7 +91,7 @@ def randomk(
             work = works[bucket] = _Workspace(bucket, k)
         if feedback:
             rescale(bucket, state)
-        places = work.draw_places(seed, state["step"])
+        places = work.random.draw(seed, state["step"])
         kept = spare.beside(bucket, state["residual"]) if feedback else None
         line = work.take_line(bucket, state, places, kept)
         given = line.clone()
@@ -116,31 +117,9 @@ class _Workspace:
     """What reducing a bucket needs besides its state: which tensors go how."""
 
     def __init__(self, bucket: Bucket, k: float) -> None:
-        some = [i for i, x in enumerate(bucket.tensors) if x.numel()]
-        full = [i for i in some if bucket.tensors[i].dim() < 2]
-        sparse = [i for i in some if bucket.tensors[i].dim() >= 2]
-        self._dense = [(bucket.starts[i], bucket.tensors[i].numel()) for i in full]  # where, how many
-        self._names = [bucket.names[i] for i in sparse]
-        self._starts = [bucket.starts[i] for i in sparse]
-        self._lengths = [bucket.tensors[i].numel() for i in sparse]
-        self._counts = [count_kept(k, n) for n in self._lengths]
-        self.numbers = sum(self._counts) + sum(n for _, n in self._dense)
-        self._device = bucket.device
-        self._table: list[Tensor] | None = None
-
-    def draw_places(self, seed: int, step: int) -> Tensor:
-        """Where in the line the numbers are that are sent in this step: start + (a j + b) mod length."""
-        if self._table is None:
-            counts = torch.tensor(self._counts, dtype=torch.int64)
-            which = torch.repeat_interleave(torch.arange(len(self._counts)), counts)
-            j = torch.arange(len(which)) - (torch.cumsum(counts, 0) - counts)[which]
-            columns = [torch.tensor(x, dtype=torch.int64)[which] for x in (self._lengths, self._starts)]
-            self._table = [x.to(self._device, non_blocking=True) for x in (which, j, *columns)]
-        which, j, lengths, starts = self._table
-        drawn = [_draw(seed, step, name, n) for name, n in zip(self._names, self._lengths, strict=True)]
-        maps = torch.tensor(drawn, dtype=torch.int64).view(-1, 2).to(self._device, non_blocking=True)
-        a, b = maps[which].unbind(1)
-        return (a * j).add_(b).remainder_(lengths).add_(starts)
+        self._dense = Vectors(bucket)
+        self.random = RandomPlaces(bucket, k)
+        self.numbers = sum(self.random.counts) + sum(self._dense.lengths)
 
     def take_line(self, bucket: Bucket, state: State, places: Tensor, kept: Tensor | None) -> Tensor:
         """What is sent: the numbers of p at the places, then the tensors that go in full. The rest of p is in `kept`.
@@ -151,7 +130,7 @@ class _Workspace:
         if kept is not None:
             p = kept
             fold(bucket.flat, state["residual"], p)
-        picked = torch.cat([p.index_select(0, places), *self._view_vectors(p)])
+        picked = torch.cat([p.index_select(0, places), *self._dense.views(p)])
         sent = narrow_to(picked, bucket.dtype)
         if len(places):
             low, high = torch.aminmax(p)
@@ -163,24 +142,10 @@ class _Workspace:
     def put(self, flat: Tensor, places: Tensor, line: Tensor) -> None:
         """Write a line that was sent to where it belongs."""
         flat.index_copy_(0, places, line[: len(places)])
-        if self._dense:
-            torch._foreach_copy_(self._view_vectors(flat), line[len(places) :].split([n for _, n in self._dense]))
-
-    def _view_vectors(self, flat: Tensor) -> list[Tensor]:
-        """Views of the tensors that are sent in full."""
-        return [flat[at : at + n] for at, n in self._dense]
+        self._dense.put(flat, line[len(places) :])
 
     def sent(self, bucket: Bucket, places: Tensor, given: Tensor) -> list[Tensor]:
         """My part of the mean, as tensors."""
         flat = torch.zeros_like(bucket.flat)
         self.put(flat, places, given)
         return bucket.views(flat)
-
-
-def _draw(seed: int, step: int, name: str, length: int) -> tuple[int, int]:
-    """(a, b) of a map j -> (a j + b) mod length that meets every place once: a and length have no common factor."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=16).digest()
-    a, b = (int.from_bytes(half, "little") % length for half in (digest[:8], digest[8:]))
-    while math.gcd(a, length) != 1:
-        a += 1
-    return a, b

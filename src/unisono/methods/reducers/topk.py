@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.methods.buckets import Bucket
-from unisono.methods.checks import AtLeast, Range, validate
+from unisono.methods.checks import AtLeast, Range, check_setting, validate
 from unisono.methods.facts import Convergence, Example, Facts, Sizes
 from unisono.methods.kernels.graphs import Graphs
 from unisono.methods.kernels.select import Plan, Segment, count_kept, narrow_to, select_top, spread
@@ -32,8 +32,11 @@ from unisono.methods.reducer import (
     residual_like,
     staged,
 )
+from unisono.methods.reducers._chunked import Chunk, Chunks, ValueBits, build_sparse, check_count, count_chunked
+from unisono.methods.reducers._subsets import Vectors
 from unisono.world import World
 
+Fraction = Annotated[float, Range("the fraction of a tensor that is sent", above=0, at_most=1, percent=True)]
 _RAMP_FROM, _RAMP_BY = 0.25, 0.25  # the paper's warm-up sends 25 %, 6.25 %, 1.5625 %, ...
 
 
@@ -56,9 +59,29 @@ FACTS = Facts(
             conserves=False,
             bytes=lambda sizes: _count_bytes(0.25 if sizes.step < 3 else 0.1)(sizes),
         ),
+        Example("topk(chunk=64, k=8, bits=2)", bytes=count_chunked(64, 8, 2)),
+        Example("topk(chunk=256, k=0.1, decay=0.9)", conserves=False, bytes=count_chunked(256, 0.1, None)),
+        Example("topk(chunk=64, k=64, bits=4, feedback=False)", memory=False, bytes=count_chunked(64, 64, 4)),
     ],
-    refuses={"k=0": "fraction", "k=5": "k=0.05", "momentum=1": "momentum", "clip=0": "clip", "ramp=-1": "ramp"},
-    trains_as=["allreduce(reducer=topk(k=0.1), overlap=True)", "allreduce(reducer=topk(k=0.1, clip=1.0, ramp=2))"],
+    refuses={
+        "k=0": "fraction",
+        "k=5": "k=0.05",
+        "momentum=1": "momentum",
+        "clip=0": "clip",
+        "ramp=-1": "ramp",
+        "chunk=100": "power of two",
+        "chunk=64, k=65": "at most 64",
+        "chunk=64, k=8, bits=9": "bits",
+        "bits=2": "chunk=4096",
+        "decay=0.5": "chunk=4096",
+        "chunk=64, k=8, momentum=0.9": "no momentum",
+        "chunk=64, k=8, decay=0.5, feedback=False": "feedback",
+    },
+    trains_as=[
+        "allreduce(reducer=topk(k=0.1), overlap=True)",
+        "allreduce(reducer=topk(k=0.1, clip=1.0, ramp=2))",
+        "allreduce(reducer=topk(chunk=64, k=8, bits=2))",
+    ],
     convergence=Convergence("compressed", "the largest numbers of each gradient; the rest is made up for later"),
     plans=["topk(k=0.01)"],
 )
@@ -75,13 +98,16 @@ class _Options(NamedTuple):
 
 @validate
 def topk(
-    k: Annotated[float, Range("the fraction of a tensor that is sent", above=0, at_most=1, percent=True)] = 0.01,
+    k: Annotated[int | float, Range("the fraction of a tensor that is sent, or how many of a chunk", above=0)] = 0.01,
     *,
     feedback: bool = True,
     momentum: Annotated[float, Range(at_least=0, below=1)] = 0.0,
     masking: bool = True,
     clip: Annotated[float | None, Range("the largest norm of a tensor's gradient", above=0)] = None,
     ramp: Annotated[int, AtLeast(0, "steps")] = 0,
+    chunk: Chunk | None = None,
+    bits: ValueBits = None,
+    decay: Annotated[float, Range("how much of what was kept stays", above=0, at_most=1)] = 1.0,
 ) -> Reducer:
     """The k largest of each tensor: p = e + g; send the top k of |p| with their places; e <- p - what was sent.
 
@@ -96,6 +122,10 @@ def topk(
     masking: set u to zero where numbers were sent, so that stale momentum does not carry them further.
     clip: scale each tensor's local gradient to a norm of at most clip / sqrt(N) before it is added up.
     ramp: steps in which k falls to its value from 25 % by factors of four.
+    chunk: select in chunks of so many numbers, k of each (or the share k, if that is no whole number): a place then
+        takes log2(chunk) bits instead of 32. Without momentum, clip and ramp.
+    bits: of each value in a chunk, a sign and a level; what rounding leaves out is kept, too. None: values in full.
+    decay: with chunks, e <- decay e before the gradient is added (SparseLoCo).
 
     >>> import torch
     >>> from unisono.world import World
@@ -108,6 +138,15 @@ def topk(
     """
     if momentum and not feedback:
         raise ValueError("momentum correction adds velocities up in the residual: it needs feedback=True")
+    if chunk is not None:
+        if momentum or clip is not None or ramp:
+            raise ValueError("in chunks there is no momentum, clip or ramp: leave them out, or chunk")
+        check_count(chunk, k)
+        make_chunks = partial(Chunks, chunk=chunk, k=k, bits=bits)
+        return build_sparse("topk", make_chunks, decay=decay, feedback=feedback)
+    if bits is not None or decay != 1.0:
+        raise ValueError("bits and decay are of sets in chunks: write topk(chunk=4096, k=64, ...)")
+    check_setting("k", k, Fraction)
     options = _Options(k, feedback, momentum, masking, clip, ramp)
     works: WeakKeyDictionary[Bucket, _Workspace] = WeakKeyDictionary()
 
@@ -136,7 +175,7 @@ def topk(
 
     def sends(bucket: Bucket, size: int) -> int:
         work = _Workspace(bucket)
-        full = sum(n for _, n in work.dense) * bucket.flat.element_size()
+        full = sum(work.dense.lengths) * bucket.flat.element_size()
         each = bucket.flat.element_size() + 4
         return (size - 1) * work.find_plan(options.k).total * each + all_reduce_bytes(full, size)
 
@@ -171,7 +210,7 @@ def _phases(work: _Workspace, bucket: Bucket, state: State, options: _Options, w
         work.overflow.copy_(work.spread(bucket, lines if plan.total else []) + dense.mul(0).sum())
         if options.momentum and dense.numel():
             work.add_momentum(state["velocity"], kept["velocity"], options.momentum, bucket.scale)
-        work.put(bucket.flat, dense)
+        work.dense.put(bucket.flat, dense)
 
     work.graphs.run(("spread", plan, bucket.scale), lasting, spread)
     state |= {**kept, "step": state["step"] + 1}
@@ -182,14 +221,14 @@ class _Workspace:
     """What reducing a bucket needs besides its state: which tensors go how, and memory that stays where it is."""
 
     def __init__(self, bucket: Bucket) -> None:
-        some = [(at, x.numel(), x.dim()) for at, x in zip(bucket.starts, bucket.tensors, strict=True) if x.numel()]
-        self.dense = [(at, n) for at, n, dim in some if dim < 2]  # where, how many
-        self._sparse = [(at, n) for at, n, dim in some if dim >= 2]
+        pairs = zip(bucket.starts, bucket.tensors, strict=True)
+        self._sparse = [(at, x.numel()) for at, x in pairs if x.dim() >= 2 and x.numel()]
+        self.dense = Vectors(bucket)
         self._plans: dict[float, Plan] = {}
         self.spare = SpareLines()
         self._messages: dict[tuple[Plan, int], tuple[Tensor, list[Tensor]]] = {}
         self._sum: Tensor | None = None
-        count = sum(n for _, n in self.dense)
+        count = sum(self.dense.lengths)
         self.vectors, self.given = bucket.flat.new_empty(count), bucket.flat.new_empty(count)
         self.overflow = torch.zeros((), dtype=torch.float32, device=bucket.device)
         self.graphs = Graphs()
@@ -210,14 +249,14 @@ class _Workspace:
 
     def take_vectors(self, bucket: Bucket, state: State, kept: State) -> None:
         """What is sent of the tensors that go in full, one after the other, with what another method kept of them."""
-        if not self.dense:
+        if not self.dense.lengths:
             return
         if "residual" not in state:
-            torch.cat(self._view_vectors(bucket.flat), out=self.vectors)
+            self.vectors.copy_(self.dense.take(bucket.flat))
         else:
-            p = torch.cat(self._view_vectors(state["residual"])).add_(torch.cat(self._view_vectors(bucket.flat)))
+            p = self.dense.take(state["residual"]).add_(self.dense.take(bucket.flat))
             self.vectors.copy_(narrow_to(p, bucket.dtype))
-            self.put(kept["residual"], p - self.vectors)
+            self.dense.put(kept["residual"], p - self.vectors)
         self.given.copy_(self.vectors)
 
     def select(self, bucket: Bucket, state: State, kept: State, plan: Plan, options: _Options, line: Tensor) -> None:
@@ -237,8 +276,8 @@ class _Workspace:
 
     def add_momentum(self, before: Tensor, after: Tensor, momentum: float, scale: float) -> None:
         """Where all is sent, momentum is that of the mean: u <- m u + g, and u is the mean that counts."""
-        wide = torch.cat(self._view_vectors(before)).mul_(momentum).add_(self.vectors, alpha=1 / scale)
-        self.put(after, wide)
+        wide = self.dense.take(before).mul_(momentum).add_(self.vectors, alpha=1 / scale)
+        self.dense.put(after, wide)
         self.vectors.copy_(wide.mul_(scale))
 
     def spread(self, bucket: Bucket, lines: Sequence[Tensor]) -> Tensor:
@@ -266,16 +305,8 @@ class _Workspace:
         """My part of the mean, as tensors."""
         values, indices = _split_message(line, bucket.dtype)
         flat = torch.zeros_like(bucket.flat).index_copy_(0, indices.long(), values)
-        self.put(flat, given)
+        self.dense.put(flat, given)
         return bucket.views(flat)
-
-    def _view_vectors(self, flat: Tensor) -> list[Tensor]:
-        return [flat[at : at + n] for at, n in self.dense]
-
-    def put(self, flat: Tensor, line: Tensor) -> None:
-        """Write a line of the tensors that go in full to where they belong."""
-        if self.dense:
-            torch._foreach_copy_(self._view_vectors(flat), line.split([n for _, n in self.dense]))
 
 
 def _split_message(line: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """QAdam: Adam whose second moment freezes after a warm-up; from then on momenta travel, a byte a number.
 
-BAGUA (Gan et al. 2021, arXiv:2107.01499), after 1-bit Adam (Tang et al. 2021, arXiv:2102.02888).
+BAGUA (Gan et al. 2021, arXiv:2107.01499), after 1-bit Adam (Tang et al. 2021, arXiv:2102.02888). The schedule by which
+v is still updated: 0/1 Adam (Lu et al. 2022, arXiv:2202.06009).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from unisono.methods.strategy import Accumulate, BucketBytes, Change, Pattern, R
 from unisono.world import World
 
 FACTS = Facts(
-    [Example("qadam(warmup=2)")],
-    refuses={"accumulate=0": "accumulate", "warmup=0": "warmup", "bucket_bytes=0": "bucket_bytes"},
+    [Example("qadam(warmup=2)"), Example("qadam(warmup=1, refresh=2, reducer=onebit)")],
+    refuses={"accumulate=0": "accumulate", "warmup=0": "warmup", "refresh=0": "refresh", "bucket_bytes=0": "bucket_"},
     needs_adam=True,
     convergence=Convergence("other", "Adam whose second moment stands still after a warm-up"),
     plans=["qadam(warmup=1)"],
@@ -50,6 +51,8 @@ class qadam(Strategy):
     others' v in its tensor. A tensor that had none goes on with Adam's own v until it made `warmup` steps.
 
     warmup: windows before v freezes; where v changes no more, some hundreds to thousands.
+    refresh: after the warm-up v is still updated now and then, from gradients that travel in full: so many times in
+        every window, as often in every second, then in every fourth, ... (0/1 Adam). None: it is frozen for good.
     reducer: how momenta are averaged (None: bytegrad).
     accumulate, overlap, bucket_bytes: as for allreduce.
 
@@ -63,6 +66,15 @@ class qadam(Strategy):
     accumulate: Accumulate = 1
     overlap: Annotated[bool | None, Note("None: as it pays")] = None
     bucket_bytes: BucketBytes = BUCKET_BYTES
+    refresh: Annotated[int | None, AtLeast(1, "updates of v until their interval doubles")] = None
+
+    def updates_variance(self, window: int) -> bool:
+        """Whether gradients travel in full in a window, counted from 0, and v is updated."""
+        after = window - self.warmup
+        if after < 0 or self.refresh is None:
+            return after < 0
+        interval = 1 << (after // self.refresh + 1).bit_length() - 1  # from refresh (interval - 1) windows on
+        return (after - self.refresh * (interval - 1)) % interval == 0
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         if type(optimizer) not in (Adam, AdamW):
@@ -134,7 +146,7 @@ class QAdamReplica(Replica):
 
     def _stages(self, bucket: Bucket, state: State, world: World) -> Stages:
         """The mean gradient; after the warm-up, by way of the mean momentum."""
-        if self.step < self.strategy.warmup:
+        if self.strategy.updates_variance(self.step):
             handle = world.all_reduce(bucket.flat, "mean", tag=bucket.tag)
             yield
             handle.wait()
@@ -173,6 +185,8 @@ class QAdamReplica(Replica):
         names = {p: name for name, p in self.model.named_parameters()}
         for group in self.optimizer.param_groups:
             params = [p for p in group["params"] if p.grad is not None and names[p] in self._frozen]
+            if params and self.strategy.updates_variance(self.step - 1):
+                self._update_variance(group, {names[p]: p for p in params})
             if params:
                 self._step(group, params, [self._frozen[names[p]] for p in params])
             self._held += [(p, p.grad) for p in params]
@@ -193,6 +207,17 @@ class QAdamReplica(Replica):
             if present:
                 v.copy_(torch.where(v == 0, v.sum() / present, v))
                 self._frozen[name] = 1.0 - float(beta2[param] ** float(state["step"]))
+
+    def _update_variance(self, group: dict[str, Any], params: dict[str, Tensor]) -> None:
+        """v <- b2 v + (1 - b2) g^2, with the gradients of all; and its correction, as after so many updates."""
+        beta2, scale = group["betas"][1], getattr(self.optimizer, "grad_scale", None)
+        for name, param in params.items():
+            assert param.grad is not None
+            grad = param.grad if scale is None else param.grad / float(scale)
+            if group["weight_decay"] and not group["decoupled_weight_decay"]:
+                grad = grad.add(param, alpha=-group["weight_decay"] if group["maximize"] else group["weight_decay"])
+            self.optimizer.state[param]["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+            self._frozen[name] = 1.0 - (1.0 - self._frozen[name]) * beta2
 
     def _step(self, group: dict[str, Any], params: list[Tensor], corrections: list[float]) -> None:
         """Adam's step with v as it is; the gradients lead to the averaged momenta."""

@@ -10,13 +10,10 @@ Three ways, the same on every rank:
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import struct
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from zlib import crc32
 
 import torch
@@ -33,29 +30,22 @@ from unisono.world.transports import (
     find_group,
     gather_bytes,
 )
-from unisono.world.transports.arithmetic import combine, cut_share, cut_tiles
+from unisono.world.transports.arithmetic import combine, cut_share
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
-from unisono.world.transports.mapped import MappedMemory, allow_reading, open_published, publish
+from unisono.world.transports.mapped import MappedMemory, open_published, publish
 from unisono.world.transports.meeting_page import ITEM_LIMIT, OP_CODES, PAGE_NAME, MeetingPage, SmallAllReduce
+from unisono.world.transports.peer_memory import PeerMemory, list_pieces
 from unisono.world.transports.sent_sizes import WEIGHTS, describe_uneven, weigh_sizes
+from unisono.world.transports.spare_cores import SpareCores
 from unisono.world.transports.stage import Stage, count_stage_bytes, cut_blocks
 
 PRIVATE_BYTES = 256 << 10  # from this size on private memory is read from the other processes, if possible
-PEER_MEMORY = "UNISONO_PEER_MEMORY"  # "0": never
-_TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
-_READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together
-_BLOCK = 128 << 20  # bytes reduced before the ranks meet to read each other's results
-_MOST_PIECES, _MOST_BYTES = 1024, 1 << 30  # of memory, in one call of the kernel
-_WORD = struct.Struct("Q")
+_TILE = 256 << 10  # bytes of a rank reduced at a time in place: four ranks' fit into a core's second cache
 _HEAD = struct.Struct("BBHqiq")
 _PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do
 _INLINE = ITEM_LIMIT - len(_MARK) - 8  # bytes of an object that fit on the page itself
-_LIBC = ctypes.CDLL(None, use_errno=True)
-if hasattr(_LIBC, "process_vm_readv"):
-    _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
 
 _PRIVATE = (-1, 0)  # the place of memory that others do not see
-Piece = tuple[int, int]  # of memory: address and bytes
 
 
 class SharedTransport(Transport):
@@ -88,7 +78,8 @@ class SharedTransport(Transport):
         stage = count_stage_bytes(size)
         self._stage = self._map(stage + count_outbox_bytes(size))
         self._direct = DirectMessages(self._page, [r[stage:] for r in self._stage.ranks])
-        self._peers = PeerMemory(self._page, works=reads_peers)
+        self._spare = SpareCores(size)
+        self._peers = PeerMemory(self._page, self._spare, works=reads_peers)
         self.reads_peers = self._peers.works
 
     @classmethod
@@ -166,8 +157,8 @@ class SharedTransport(Transport):
             offset = heads[0][5] + sum(counts[: self.rank]) * x.element_size()
             peers = [_view_as(r, offset, out.numel(), x.dtype) for r in memory.ranks]
             step = _TILE // x.element_size()
-            for tiles in zip(out.split(step), *(p.split(step) for p in peers), strict=True):
-                combine(tiles[1:], op, tiles[0])
+            tiles = zip(out.split(step), *(p.split(step) for p in peers), strict=True)
+            self._spare.each(lambda target, *values: combine(values, op, target), tiles)
             self._page.meet(what="reduce_scatter")
             return last
         self._pass_pieces(parts, [out] * self.size, x.dtype, lambda tiles, target: combine(tiles, op, target))
@@ -308,6 +299,7 @@ class SharedTransport(Transport):
 
     def close(self) -> None:
         self._mapped.clear()
+        self._spare.close()
         self._page.on_missing = None
         self._page.close()
 
@@ -387,10 +379,13 @@ class SharedTransport(Transport):
         lines = [_view_as(r, offset, x.numel(), x.dtype) for r in self._find_mapped(number).ranks]
         start, stop = cut_share(x.numel(), self.rank, self.size)
         step = _TILE // x.element_size()
-        for tiles in zip(*(line[start:stop].split(step) for line in lines), strict=True):
+
+        def reduce(*tiles: Tensor) -> None:
             combine(tiles, op, tiles[0])
             for other in tiles[1:]:
                 other.copy_(tiles[0])
+
+        self._spare.each(reduce, zip(*(line[start:stop].split(step) for line in lines), strict=True))
 
     def _pass_pieces(
         self,
@@ -423,168 +418,3 @@ class SharedTransport(Transport):
 
 def _view_as(line: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
     return line[offset : offset + count * dtype.itemsize].view(dtype)
-
-
-class _Vector(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
-
-
-class Pieces:
-    """Memory in several pieces that stand for one line."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = [piece for piece in pieces if piece[1]]
-        self._ends = list(accumulate(nbytes for _, nbytes in self._pieces))
-
-    def cut(self, start: int, stop: int) -> list[Piece]:
-        """The pieces of the bytes from `start` to `stop`."""
-        found = []
-        for i in range(bisect_right(self._ends, start), len(self._pieces)):
-            address, nbytes = self._pieces[i]
-            at = self._ends[i] - nbytes
-            if at >= stop:
-                break
-            low, high = max(start, at), min(stop, at + nbytes)
-            found.append((address + low - at, high - low))
-        return found
-
-
-class PeerMemory:
-    """The private memory of the other ranks, read through the kernel. `works`: every rank can read all others.
-
-    `process_vm_readv` copies from one process to another. The kernel allows it between processes of one user, unless it
-    was told to be stricter (Yama, containers), so the ranks try it once. Nobody writes to another's memory: a rank that
-    has given up may be using that for something else.
-    """
-
-    def __init__(self, page: MeetingPage, *, works: bool | None = None) -> None:
-        """All ranks make it together. `works`: what was found out before."""
-        self._page, self._pids = page, page.pids
-        self._scratch: Tensor | None = None  # a tile of each rank
-        self.works = self._find_out() if works is None else works
-
-    def _find_out(self) -> bool:
-        """Find out whether each rank can read the memory of all others, by one word."""
-        tries = hasattr(_LIBC, "process_vm_readv") and os.environ.get(PEER_MEMORY, "1") != "0"
-        if tries:
-            allow_reading()
-        word = ctypes.create_string_buffer(os.urandom(_WORD.size), _WORD.size)
-        told = self._page.meet(_WORD.pack(ctypes.addressof(word)) + word.raw, "reading a word")
-        tries = tries and all(self._can_read(rank, item) for rank, item in enumerate(told))
-        return all(item == b"1" for item in self._page.meet(b"1" if tries else b"0", "reading a word"))
-
-    def _can_read(self, rank: int, told: bytes) -> bool:
-        found = ctypes.create_string_buffer(_WORD.size)
-        there = [(_WORD.unpack(told[: _WORD.size])[0], _WORD.size)]
-        here = [(ctypes.addressof(found), _WORD.size)]
-        return self._copy(rank, here, there) == _WORD.size and found.raw == told[_WORD.size :]
-
-    def _copy(self, rank: int, here: Sequence[Piece], there: Sequence[Piece]) -> int:
-        """One call; the bytes that were copied, -1 if none could be."""
-        mine = (_Vector * len(here))(*(_Vector(*piece) for piece in here))
-        theirs = (_Vector * len(there))(*(_Vector(*piece) for piece in there))
-        copied: int = _LIBC.process_vm_readv(
-            self._pids[rank], mine, ctypes.c_ulong(len(here)), theirs, ctypes.c_ulong(len(there)), ctypes.c_ulong(0)
-        )
-        return copied
-
-    def read(self, rank: int, here: list[Piece], there: list[Piece]) -> None:
-        """Fill pieces of my memory from those of `rank`, which are as long together."""
-        while here:
-            some, others, here, there = _take(here, there)
-            wanted = sum(nbytes for _, nbytes in some)
-            if self._copy(rank, some, others) != wanted:
-                why = f"its memory cannot be read ({os.strerror(ctypes.get_errno())})"
-                raise self._page.lose(rank, "reading memory", why)
-
-    def find_all(self, heads: Sequence[tuple[int, ...]]) -> list[Pieces]:
-        """Every rank's memory, by what it has announced: how many pieces, and where a table of them is."""
-        return [self._find(r, head[5], -1 - head[4]) for r, head in enumerate(heads)]
-
-    def copy_all(self, rank: int, head: tuple[int, ...], out: Tensor) -> None:
-        """Fill `out` with all that a rank has announced."""
-        nbytes = out.numel() * out.element_size()
-        self.read(rank, [(out.data_ptr(), nbytes)], self._find(rank, head[5], -1 - head[4]).cut(0, nbytes))
-
-    def _find(self, rank: int, address: int, count: int) -> Pieces:
-        table = torch.empty(2 * count, dtype=torch.int64)
-        self.read(rank, [(table.data_ptr(), 16 * count)], [(address, 16 * count)])
-        addresses, sizes = table.view(2, count).tolist()
-        return Pieces(list(zip(addresses, sizes, strict=True)))
-
-    def all_reduce(self, parts: Sequence[Tensor], peers: Sequence[Pieces], op: Op) -> None:
-        """Reduce the concatenation of `parts` over all ranks; `peers[r]`: where those of rank r are. All have met.
-
-        Block by block: rank r reduces the r-th share of it in its own memory, the ranks meet, and read each other's.
-        """
-        page, size = self._page, len(peers)
-        itemsize = parts[0].element_size()
-        mine = peers[page.rank]
-        total = sum(p.numel() for p in parts) * itemsize
-        scratch = self._find_scratch(parts[0].dtype)
-        room = scratch.shape[1]
-        for start in range(0, total, _BLOCK):
-            length = min(_BLOCK, total - start)
-            shares = [cut_share(length, r, size) for r in range(size)]
-            low, high = shares[page.rank]
-            for tile, at in cut_tiles(parts, (start + low) // itemsize, (start + high) // itemsize, room):
-                self._reduce(tile, at * itemsize, peers, op, scratch)
-            page.meet(what="all_reduce")
-            for rank, (low, high) in enumerate(shares):
-                if rank != page.rank and high > low:
-                    self.read(rank, mine.cut(start + low, start + high), peers[rank].cut(start + low, start + high))
-        page.meet(what="all_reduce")
-
-    def reduce_part(self, parts: Sequence[Tensor], peers: Sequence[Pieces], start: int, op: Op, out: Tensor) -> None:
-        """Reduce those elements of the concatenation of `parts` into `out` that begin at `start`; all have met."""
-        scratch = self._find_scratch(out.dtype)
-        room, itemsize = scratch.shape[1], out.element_size()
-        ends = list(accumulate(p.numel() for p in parts))
-        for at in range(start, start + out.numel(), room):
-            n = min(room, start + out.numel() - at)
-            values = [line[:n] for line in scratch]
-            i = bisect_right(ends, at)
-            inside = at + n <= ends[i]  # all of it in one of my parts
-            if inside:
-                first = at - ends[i] + parts[i].numel()
-                values[self._page.rank] = parts[i][first : first + n]
-            for rank, pieces in enumerate(peers):
-                if rank != self._page.rank or not inside:
-                    there = pieces.cut(at * itemsize, (at + n) * itemsize)
-                    self.read(rank, [(values[rank].data_ptr(), n * itemsize)], there)
-            combine(values, op, out[at - start : at - start + n])
-        self._page.meet(what="reduce_scatter")
-
-    def _find_scratch(self, dtype: torch.dtype) -> Tensor:
-        """Scratch memory for a tile of each rank."""
-        if self._scratch is None:
-            size = len(self._pids)
-            self._scratch = torch.empty(size, min(_READ, _READ_BY_ALL // size // 16 * 16), dtype=torch.uint8)
-        return self._scratch.view(dtype)
-
-    def _reduce(self, tile: Tensor, at: int, peers: Sequence[Pieces], op: Op, scratch: Tensor) -> None:
-        """Reduce a tile of mine, `at` bytes from the beginning, in rank order."""
-        nbytes = tile.numel() * tile.element_size()
-        values = [line[: tile.numel()] for line in scratch]
-        values[self._page.rank] = tile
-        for rank, pieces in enumerate(peers):
-            if rank != self._page.rank:
-                self.read(rank, [(values[rank].data_ptr(), nbytes)], pieces.cut(at, at + nbytes))
-        combine(values, op, values[0])
-        if values[0] is not tile:
-            tile.copy_(values[0])
-
-
-def list_pieces(parts: Sequence[Tensor]) -> Tensor:
-    """Where lines of memory are, for others: a row of addresses, and one of bytes."""
-    return torch.tensor([[p.data_ptr() for p in parts], [p.numel() * p.element_size() for p in parts]])
-
-
-def _take(here: list[Piece], there: list[Piece]) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]]:
-    """Split both lists into what one call of the kernel takes, and the rest."""
-    end = sum(n for _, n in here)
-    if len(here) <= _MOST_PIECES and len(there) <= _MOST_PIECES and end <= _MOST_BYTES:
-        return here, there, [], []
-    some = min(_MOST_BYTES, *(sum(n for _, n in pieces[:_MOST_PIECES]) for pieces in (here, there)))
-    mine, theirs = Pieces(here), Pieces(there)
-    return mine.cut(0, some), theirs.cut(0, some), mine.cut(some, end), theirs.cut(some, end)

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import unisono as un
 from unisono import World
 from unisono.methods.exchange.overlap import own_gradient
-from unisono.world.transports import peer_memory, shared, spare_cores
+from unisono.world.transports import arithmetic, shared
+from unisono.world.transports.arithmetic import SpareCores
 from unisono.world.transports.meeting_page import PAGE_NAME
-from unisono.world.transports.peer_memory import Pieces
-from unisono.world.transports.shared import SharedTransport
-from unisono.world.transports.spare_cores import SpareCores
+from unisono.world.transports.shared import Pieces, SharedTransport
 
 
 def run_shared(fn: Callable[[World], Any], size: int) -> list[Any]:
@@ -72,12 +71,12 @@ def has_helpers(world: World) -> bool:
 def test_private_tensors_are_reduced_in_rank_order_to_the_bit(
     size: int, dtype: torch.dtype, op: Any, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spare_cores, "usable_cores", lambda: cores)
+    monkeypatch.setattr(arithmetic, "usable_cores", lambda: cores)
     monkeypatch.setattr(
-        peer_memory, "_BLOCK", 160_000
+        shared, "_BLOCK", 160_000
     )  # several blocks and tiles, whose borders are in the middle of tensors
-    monkeypatch.setattr(peer_memory, "_READ", 48_000)
-    monkeypatch.setattr(spare_cores, "_LEAST_ITEMS", 1)
+    monkeypatch.setattr(shared, "_READ", 48_000)
+    monkeypatch.setattr(arithmetic, "_LEAST_ITEMS", 1)
 
     def work(world: World) -> list[Tensor]:
         assert world.reads_peers
@@ -144,7 +143,7 @@ def test_pieces_are_cut_where_they_lie() -> None:
 
 
 def test_helpers_reduce_memory_that_all_ranks_map_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare_cores, "usable_cores", lambda: 64)
+    monkeypatch.setattr(arithmetic, "usable_cores", lambda: 64)
     monkeypatch.setattr(shared, "_TILE", 16 << 10)
     every = [parts_of(rank, torch.float32, (300_000,))[0] for rank in range(3)]
 
@@ -161,7 +160,7 @@ def test_helpers_reduce_memory_that_all_ranks_map_to_the_same_bits(monkeypatch: 
 
 
 def test_helpers_do_each_item_once_and_an_error_ends_after_all_have_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare_cores, "usable_cores", lambda: 64)
+    monkeypatch.setattr(arithmetic, "usable_cores", lambda: 64)
     crew, done, inside = SpareCores(2), [], []
 
     def do(item: int) -> None:
@@ -182,8 +181,8 @@ def test_helpers_do_each_item_once_and_an_error_ends_after_all_have_stopped(monk
 
 
 def test_more_pieces_than_one_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_memory, "_MOST_PIECES", 4)
-    monkeypatch.setattr(peer_memory, "_MOST_BYTES", 5000)
+    monkeypatch.setattr(shared, "_MOST_PIECES", 4)
+    monkeypatch.setattr(shared, "_MOST_BYTES", 5000)
 
     def work(world: World) -> list[Tensor]:
         return world.all_reduce([torch.full((701 + i,), world.rank + float(i)) for i in range(100)], "sum").wait()

@@ -98,7 +98,8 @@ class Bucket:
         apart_bytes: int | None = None,
         flags: int = 0,
     ) -> None:
-        """`apart_bytes`: tensors of so many bytes have memory of their own; None: none have. `flags`: how many."""
+        """`apart_bytes`: tensors of so many bytes have memory of their own; None: none have. `flags`: numbers behind
+        the tensors, from `layout.numel` on, that travel with them."""
         self.index = index
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
@@ -125,11 +126,6 @@ class Bucket:
                 tensors.insert(k, flat[:0])
         self.flat, self.tensors, self.lines = flat, tensors, [flat]
         self._gaps: list[Tensor] | None = None
-
-    @property
-    def flags(self) -> Tensor:
-        """Numbers behind the tensors that travel with them."""
-        return self.flat[self.layout.numel :]
 
     @property
     def nbytes(self) -> int:

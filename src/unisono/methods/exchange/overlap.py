@@ -291,7 +291,7 @@ class Exchange(BackwardWatcher):
         """Run on the exchange thread, whose CUDA stream is its own: after what my stream has to do so far."""
         device = self._cuda
         if device is None:  # after backward, this thread waits for it anyway
-            return self._lane.submit(run, wakes=self.overlap)
+            return self._lane.submit(run, wakes=self.overlap and self._launched < len(self.buckets))
         here = torch.cuda.Event()
         here.record(torch.cuda.current_stream(device))
 
@@ -350,7 +350,7 @@ class Exchange(BackwardWatcher):
     def _settle(self, used: list[int]) -> list[int]:
         """Exchange the last bucket, and wait for all that is under way; what some rank used, and whether a learning
         rate fell on one."""
-        flags = self.buckets[-1].flags if self.buckets else torch.empty(0)
+        flags = self.buckets[-1].flat[self.buckets[-1].layout.numel :] if self.buckets else torch.empty(0)
         carried = flags.numel() > 0
         if carried:
             flags.copy_(torch.tensor(used, dtype=flags.dtype))

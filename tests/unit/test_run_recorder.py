@@ -96,7 +96,7 @@ def test_what_is_read_is_what_the_ledger_counted_and_what_the_program_computed(t
         assert found.data["samples"] == 24
         assert [e["kind"] for e in found.events] == ["decision"]
         assert found.header["strategy"] == "allreduce"
-        assert len(found.records) >= 6
+        assert len(found.records) >= 8
         assert found.end is not None
     both = [found.data["classes"] for found in ranks.values()]
     assert {name: both[0][name] + both[1][name] for name in "01"} == {"0": 24, "1": 24}  # two epochs of 12 each

@@ -57,17 +57,18 @@ def _rounded(x: float) -> float:
 
 
 def on_hosts(
-    arguments: Sequence[str], *, hosts: int, mbit: float, timeout_s: float = 600, by_transport: bool = False
+    arguments: Sequence[str], *, hosts: int, mbit: float | None, timeout_s: float = 600, by_transport: bool = False
 ) -> dict[str, Any]:
     """Run this script with `arguments` once on each of `hosts` emulated hosts; what rank 0 gave to `tell`.
 
-    `by_transport`: the workers' own transport holds bytes back, instead of the kernel; needs no rights.
+    `mbit`: None for messages over loopback as fast as they go; needs no rights. `by_transport`: the workers' own
+    transport holds bytes back, instead of the kernel; needs none either.
     """
     from unisono.launchers.lab.hosts import EmulatedHosts
     from unisono.launchers.runtime.link_emulation import Link
 
-    link = Link(mbit * 1e6)
-    with nullcontext() if by_transport else EmulatedHosts(hosts, links=[link] * hosts) as net:
+    link = Link() if mbit is None else Link(mbit * 1e6)
+    with nullcontext() if by_transport or mbit is None else EmulatedHosts(hosts, links=[link] * hosts) as net:
         workers = []
         for rank in range(hosts):
             env = {
@@ -86,7 +87,7 @@ def on_hosts(
                 {"stdout": -1 if rank == 0 else None, "text": True},
             )
             if net is None:
-                env |= {"UNISONO_NET": str(link), "UNISONO_HOST": f"host{rank}"}
+                env |= {"UNISONO_NET": "" if mbit is None else str(link), "UNISONO_HOST": f"host{rank}"}
                 workers.append(subprocess.Popen(command, env=env, **how))
             else:
                 workers.append(net.start(rank, command, env, **how))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import unisono as un
 from unisono import World
 from unisono.methods.exchange.overlap import own_gradient
-from unisono.world.transports import shared
+from unisono.world.transports import arithmetic, shared
+from unisono.world.transports.arithmetic import SpareCores
 from unisono.world.transports.meeting_page import PAGE_NAME
 from unisono.world.transports.shared import Pieces, SharedTransport
 
@@ -59,20 +60,30 @@ def add_up(every: list[Tensor], op: str) -> Tensor:
     return total * (1.0 / len(every)) if op == "mean" else total
 
 
+def has_helpers(world: World) -> bool:
+    """Whether threads have helped this rank."""
+    return bool(world.transport._spare._queues)
+
+
+@pytest.mark.parametrize("cores", [1, 64])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("dtype", "op"), [(torch.float32, "mean"), (torch.float64, "sum"), (torch.int64, "sum")])
 def test_private_tensors_are_reduced_in_rank_order_to_the_bit(
-    size: int, dtype: torch.dtype, op: Any, monkeypatch: pytest.MonkeyPatch
+    size: int, dtype: torch.dtype, op: Any, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(arithmetic, "usable_cores", lambda: cores)
     monkeypatch.setattr(
         shared, "_BLOCK", 160_000
     )  # several blocks and tiles, whose borders are in the middle of tensors
     monkeypatch.setattr(shared, "_READ", 48_000)
+    monkeypatch.setattr(arithmetic, "_LEAST_ITEMS", 1)
 
     def work(world: World) -> list[Tensor]:
         assert world.reads_peers
         given = parts_of(world.rank, dtype)
-        return world.all_reduce(given, op).wait()
+        found = world.all_reduce(given, op).wait()
+        assert has_helpers(world) == (cores > 1)
+        return found
 
     expected = [add_up(list(each), op) for each in zip(*(parts_of(r, dtype) for r in range(size)), strict=True)]
     for found in run_shared(work, size):
@@ -129,6 +140,44 @@ def test_pieces_are_cut_where_they_lie() -> None:
     assert pieces.cut(8, 12) == [(1008, 2), (2000, 2)]
     assert pieces.cut(12, 30) == [(2002, 18)]
     assert pieces.cut(30, 30) == []
+
+
+def test_helpers_reduce_memory_that_all_ranks_map_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "usable_cores", lambda: 64)
+    monkeypatch.setattr(shared, "_TILE", 16 << 10)
+    every = [parts_of(rank, torch.float32, (300_000,))[0] for rank in range(3)]
+
+    def work(world: World) -> tuple[Tensor, Tensor]:
+        mine = world.empty(300_000)
+        mine.copy_(every[world.rank])
+        part = world.reduce_scatter(mine, "sum").wait()
+        assert has_helpers(world)
+        return part, world.all_reduce(mine, "mean").wait().clone()
+
+    parts, means = zip(*run_shared(work, 3), strict=True)
+    assert torch.equal(torch.cat(parts), add_up(every, "sum"))
+    assert all(torch.equal(mean, add_up(every, "mean")) for mean in means)
+
+
+def test_helpers_do_each_item_once_and_an_error_ends_after_all_have_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "usable_cores", lambda: 64)
+    crew, done, inside = SpareCores(2), [], []
+
+    def do(item: int) -> None:
+        inside.append(item)
+        torch.ones(10_000).sum()
+        if item == 77:
+            inside.remove(item)
+            raise ValueError("item 77")
+        done.append(item)
+        inside.remove(item)
+
+    crew.each(do, ((i,) for i in range(70)))
+    assert sorted(done) == list(range(70))
+    with pytest.raises(ValueError, match="item 77"):
+        crew.each(do, ((i,) for i in range(70, 140)))
+    assert not inside
+    crew.close()
 
 
 def test_more_pieces_than_one_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,14 +88,14 @@ def test_what_is_read_is_what_the_ledger_counted_and_what_the_program_computed(t
         assert found.rows.steps == totals.steps == 6
         for name in ("wall", "compute", "communication", "waiting", "data"):
             assert found.rows.totals[name] == pytest.approx(getattr(totals, name), abs=6 * 1e-6)
-        assert found.rows.totals["bytes_sent"] == totals.bytes_sent == tags["gradients/0"] + tags["used"]
+        assert found.rows.totals["bytes_sent"] == totals.bytes_sent == tags["gradients/0"]
         assert found.metrics["loss"].values.tolist() == pytest.approx(losses)
         assert found.metrics["loss"].steps.tolist() == [1, 2, 3, 4, 5, 6]
         assert found.tags == tags
         assert found.data["samples"] == 24
         assert [e["kind"] for e in found.events] == ["decision"]
         assert found.header["strategy"] == "allreduce"
-        assert len(found.records) >= 12
+        assert len(found.records) >= 8
         assert found.end is not None
     both = [found.data["classes"] for found in ranks.values()]
     assert {name: both[0][name] + both[1][name] for name in "01"} == {"0": 24, "1": 24}  # two epochs of 12 each

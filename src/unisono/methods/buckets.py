@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # a bucket of less is not worth a message of its own
 LARGE_BUCKET_BYTES = 128 << 20  # where launching kernels takes longer than what they do
 _ALIGN_BYTES = 64  # each tensor starts on a cache line
 APART_BYTES = 256 << 10  # from here on, copying a tensor into a line costs more than a call for it alone
@@ -94,8 +96,10 @@ class Bucket:
         flat: Callable[[int, torch.dtype], Tensor],
         *,
         apart_bytes: int | None = None,
+        flags: int = 0,
     ) -> None:
-        """`apart_bytes`: tensors of so many bytes have memory of their own; None: none have."""
+        """`apart_bytes`: tensors of so many bytes have memory of their own; None: none have. `flags`: numbers behind
+        the tensors, from `layout.numel` on, that travel with them."""
         self.index = index
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
@@ -109,7 +113,7 @@ class Bucket:
         ]
         self.layout = FlatLayout([p for k, p in enumerate(self.params) if k not in self.apart])
         self.starts = self.layout.starts
-        numel = self.layout.numel
+        numel = self.layout.numel + flags
         self._parts: dict[tuple[int, ...], Bucket] = {}
         self.use(flat(numel, first.dtype) if numel or not self.apart else torch.empty(0, dtype=first.dtype))
 
@@ -193,8 +197,14 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def group_into_buckets(named: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:
     """Which parameters share a bucket: in the order backward reaches them, by dtype and device.
 
-    The first bucket is small, so that the exchange starts early; not among large ones, each of which costs some time.
+    The first bucket is small, so that the exchange starts early; not among large ones, each of which costs some time,
+    and not in a model that is small itself.
     """
+    first = min(bucket_bytes, FIRST_BUCKET_BYTES)
+    least = first if first < bucket_bytes else 0
+    totals: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    for _, param in named:
+        totals[param.dtype, param.device] += param.numel() * param.element_size()
     groups: dict[tuple[torch.dtype, torch.device], list[list[tuple[str, Parameter]]]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     order: list[list[tuple[str, Parameter]]] = []
@@ -202,8 +212,9 @@ def group_into_buckets(named: Sequence[tuple[str, Parameter]], bucket_bytes: int
         key = (param.dtype, param.device)
         nbytes = param.numel() * param.element_size()
         lists = groups.setdefault(key, [])
-        limit = bucket_bytes if len(lists) > 1 or bucket_bytes >= LARGE_BUCKET_BYTES else min(bucket_bytes, 1 << 20)
-        if not lists or (filled[key] + nbytes > limit and lists[-1]):
+        is_small = len(lists) == 1 and bucket_bytes < LARGE_BUCKET_BYTES and totals[key] > 2 * first
+        limit = first if is_small else bucket_bytes
+        if not lists or (filled[key] + nbytes > limit and filled[key] >= least):
             lists.append([])
             order.append(lists[-1])
             filled[key] = 0

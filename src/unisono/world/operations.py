@@ -59,11 +59,11 @@ class Operations:
         op: str,
         tag: str,
         bytes_sent: int,
-        *,
-        queue: str = "main",
         how: str = "",
         dtype: torch.dtype | None = None,
-        shapes: tuple[Any, int] = ((), 0),
+        shapes: tuple[Any, ...] = ((), 0),
+        *,
+        queue: str = "main",
     ) -> Record:
         """The record of an operation that begins now; its number is the same on every rank.
 

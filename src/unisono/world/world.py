@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Axes", "WeightListener", "World", "WorldFollower"]
 F = TypeVar("F", bound=Callable[..., Any])
-_NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations")
+_KINDS = 256  # of small all-reduces that are remembered
+_NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations", "_small")
 
 
 def _survivable(*, changes: bool, handle: bool, alone: Callable[..., Any]) -> Callable[[F], F]:
@@ -157,6 +158,7 @@ class World:
         self.is_device_known = False  # whether it has been decided how CUDA tensors travel (see `accelerate`)
         self._followers: list[weakref.ref[WorldFollower]] = []
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
+        self._small: dict[Any, tuple[Any, ...]] = {}  # what is the same in small all-reduces of a kind
         self._splits = 0
         self._children: weakref.WeakKeyDictionary[World, None] = weakref.WeakKeyDictionary()  # dropped: they end
         self._whole: World | None = None  # this world as it was before `narrow`, kept alive
@@ -227,19 +229,26 @@ class World:
 
         The result has the same bits on every rank. Sends 2(N-1)/N of its bytes.
         """
-        parts = list_tensors("all_reduce", x)
-        for part in parts:
-            check_op(part.dtype, op)
-        if self.size == 1 or not parts:
-            return Handle.of(x)
-        nbytes = count_bytes(parts)
-        sent = all_reduce_bytes(nbytes, self.size)
-        same: dict[str, Any] = {"how": op, "dtype": parts[0].dtype, "shapes": shapes_of(parts)}
-        record = self._operations.record("all_reduce", tag, sent, **same)
-        if len(parts) == 1 and nbytes <= SMALL_BYTES:
-            posted = self._operations.post(parts[0], op, record, x)
-            if posted is not None:
+        kind = (op, x.dtype, x.shape) if type(x) is Tensor else None
+        if (known := self._small.get(kind)) is not None and x.device.type == "cpu":
+            record = self._operations.record("all_reduce", tag, *known)
+            if (posted := self._operations.post(x, op, record, x)) is not None:
                 return posted
+            parts = [x]
+        else:
+            parts = list_tensors("all_reduce", x)
+            for part in parts:
+                check_op(part.dtype, op)
+            if self.size == 1 or not parts:
+                return Handle.of(x)
+            nbytes = count_bytes(parts)
+            same = all_reduce_bytes(nbytes, self.size), op, parts[0].dtype, shapes_of(parts)
+            record = self._operations.record("all_reduce", tag, *same)
+            if len(parts) == 1 and nbytes <= SMALL_BYTES:
+                if kind is not None and len(self._small) < _KINDS:
+                    self._small[kind] = same
+                if (posted := self._operations.post(parts[0], op, record, x)) is not None:
+                    return posted
         lines = [flatten(p) for p in parts]
 
         def run(transport: Transport) -> tuple[float, Any]:

@@ -83,14 +83,16 @@ class Exchange(BackwardWatcher):
         for first, *_ in self._memory.values():
             self.channel.release(first.flat)
         device = self.world.device
+        groups = group_into_buckets(self._in_order(), self.bucket_bytes)
         self.buckets = [
             Bucket(
                 i,
                 named,
                 self.channel.empty if named[0][1].device.type == "cpu" else partial(on_device, device),
                 apart_bytes=self._apart_bytes,
+                flags=self._count_flags(groups) if i == len(groups) - 1 else 0,
             )
-            for i, named in enumerate(group_into_buckets(self._in_order(), self.bucket_bytes))
+            for i, named in enumerate(groups)
         ]
         for bucket in self.buckets:
             self.world.ledger.name_tag(bucket.tag, bucket.names)
@@ -98,6 +100,12 @@ class Exchange(BackwardWatcher):
         self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
         self._reduction.set_buckets(self.buckets)
         self._reset()
+
+    def _count_flags(self, groups: Sequence[Sequence[tuple[str, Parameter]]]) -> int:
+        """How many flags travel in the last bucket: one a parameter, and whether a learning rate fell. 0: they have a
+        message of their own, as a bucket on a GPU would have to be waited for, and sparse gradients come later."""
+        travel = self._reduction.carries and self._cuda is None and not self.sparse
+        return sum(map(len, groups)) + 1 if travel and groups[-1][0][1].is_floating_point() else 0
 
     def _leave_kept_gradients(self) -> None:
         """Take other memory for a bucket whose gradients the program still holds: those of a window before, which it
@@ -169,7 +177,7 @@ class Exchange(BackwardWatcher):
             self._fill(bucket, [k])
         self._missing[bucket.index] -= 1
         if self.overlap:
-            while self._launched < len(self.buckets) and not self._missing[self._launched]:
+            while self._launched < len(self.buckets) - 1 and not self._missing[self._launched]:
                 if self._cuda is not None:
                     full = self.buckets[self._launched]
                     self._fill(full, range(len(full.params)))
@@ -255,7 +263,7 @@ class Exchange(BackwardWatcher):
         """Run on the exchange thread, whose CUDA stream is its own: after what my stream has to do so far."""
         device = self._cuda
         if device is None:  # after backward, this thread waits for it anyway
-            return self._lane.submit(run, wakes=self.overlap)
+            return self._lane.submit(run, wakes=self.overlap and self._launched < len(self.buckets))
         here = torch.cuda.Event()
         here.record(torch.cuda.current_stream(device))
 
@@ -281,13 +289,12 @@ class Exchange(BackwardWatcher):
         """Phase 3: exchange what is left, and make every `p.grad` the mean."""
         used: list[int] = []
         for bucket in self.buckets:
-            if bucket.index >= self._launched:
-                present = self._fill(bucket, range(len(bucket.params)))
+            if bucket.index < self._launched:
+                used += [True] * len(bucket.params)
+                continue
+            used += self._fill(bucket, range(len(bucket.params)))
+            if bucket is not self.buckets[-1]:  # with that, flags may travel
                 self._launch()
-            else:
-                present = [True] * len(bucket.params)
-            used += present
-        self._run(self._reduction.drain)
         used += [layout_of(p.grad) for _, p in self.sparse]
         start = self.world.ledger.clock()
         used.append(self._reduction.learning_rate_fell())
@@ -313,15 +320,25 @@ class Exchange(BackwardWatcher):
         self._advance()
 
     def _settle(self, used: list[int]) -> list[int]:
-        """Wait for all that is under way; what some rank used, and whether a learning rate fell on one."""
+        """Exchange the last bucket, and wait for all that is under way; what some rank used, and whether a learning
+        rate fell on one."""
+        flags = self.buckets[-1].flat[self.buckets[-1].layout.numel :] if self.buckets else torch.empty(0)
+        carried = flags.numel() > 0
+        if carried:
+            flags.copy_(torch.tensor(used, dtype=flags.dtype))
+        else:
+            flags = torch.tensor(used, dtype=torch.uint8)
+        if self.buckets:
+            self._launch()
+        self._run(self._reduction.drain)
         if self._is_alone:
             self._tail(used)
             return used
         found: list[int] = []
 
         def agree() -> None:
-            flags = torch.tensor(used, dtype=torch.uint8)
-            self.channel.all_reduce(flags, "max", tag="used").wait()
+            if not carried:
+                self.channel.all_reduce(flags, "max", tag="used").wait()
             found.extend(flags.tolist())
             self._tail(found)
 

@@ -159,6 +159,11 @@ class Reduction:
         """Whether what was not sent is kept, and sent later."""
         return self.reducer.memory
 
+    @property
+    def carries(self) -> bool:
+        """Whether the reducer takes the mean of a bucket's lines as they are."""
+        return self.reducer.apart
+
     # Reducing ---------------------------------------------------------------------------------------------------
 
     def begin(self, bucket: Bucket, world: World) -> None:

@@ -1,12 +1,16 @@
-"""The reduction of several ranks' numbers into one, for every dtype; the same bits on every rank."""
+"""The reduction of several ranks' numbers into one, for every dtype; the same bits on every rank. Large ones are cut
+into tiles, which several cores share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from unisono.background import SerialQueue
+from unisono.launchers.runtime.machine import usable_cores
 from unisono.world.transports import Op
 
 # Sums of narrow floats are kept in fp32 and rounded once: no overflow, no order of rounding.
@@ -34,6 +38,7 @@ _STEPS: dict[str, Callable[..., Tensor]] = {
     "xor": torch.bitwise_xor,
 }
 BITWISE = ("and", "or", "xor")
+_MOST_THREADS, _LEAST_ITEMS = 3, 4  # that help; items for each
 
 
 def check_op(dtype: torch.dtype, op: Op) -> None:
@@ -139,3 +144,36 @@ def _combine_uint64(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
     kept = torch.empty_like(signed[0])
     _fold([p ^ flip for p in signed], op, kept)
     out.view(torch.int64).copy_(kept ^ flip)
+
+
+class SpareCores:
+    """Cores of this host beyond those that the ranks' own threads need: threads there help with what is large."""
+
+    def __init__(self, size: int) -> None:
+        """`size`: ranks of this host."""
+        self._cores = usable_cores() // size
+        self._queues: list[SerialQueue] = []
+
+    def each(self, do: Callable[..., object], items: Iterable[tuple[Any, ...]]) -> None:
+        """Call `do(*item)` for each item, in several threads if there are some free."""
+        items = list(items)
+        left = iter(items)
+
+        def work() -> None:
+            for item in left:
+                do(*item)
+
+        free = self._cores // torch.get_num_threads() - 1
+        count = max(0, min(_MOST_THREADS, free, len(items) // _LEAST_ITEMS))
+        self._queues += [SerialQueue("unisono spare core", moves=True) for _ in range(len(self._queues), count)]
+        handles = [queue.submit(work) for queue in self._queues[:count]]
+        try:
+            work()
+        finally:
+            for handle in handles:
+                handle.wait()
+
+    def close(self) -> None:
+        """End the threads."""
+        for queue in self._queues:
+            queue.close()

@@ -8,6 +8,7 @@ The page is a memfd: it has no name in any file system and the kernel frees it w
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import platform
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,6 @@ from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.neighbour_stacks import BYTES, Neighbours
 
 PAGE_NAME = "unisono-meeting-page"  # launchers that make the page give it this name
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(platform.machine())
 _ORDERED = platform.machine() == "x86_64"  # stores are seen in order; elsewhere a lock orders them
 _CHECK_S = 0.05
@@ -60,7 +60,7 @@ _TOP = struct.Struct("=dqIIH")
 ITEM_LIMIT = _SLOT - _TOP.size
 _DEPTH = 16  # small all-reduces under way at once
 _SMALL_HEAD = 64  # time, operation, dtype, elements, number of the collective, its signature
-_SMALL_TOP = struct.Struct("dIIqqII")
+_SMALL_TOP, _SMALL_TIME = struct.Struct("dIIqqII"), struct.Struct("d")
 _SMALL_SLOT = _SMALL_HEAD + SMALL_BYTES
 _SMALL_ROW = 64 + _DEPTH * _SMALL_SLOT
 PAIR_BYTES = 64  # chunks posted, chunks taken
@@ -94,6 +94,18 @@ def fence() -> None:
                 pass
 
 
+_futex = ctypes.CDLL(None, use_errno=True).syscall  # a function of its own: with types, each call costs half as much
+_futex.argtypes = [
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_int,
+]
+
+
 class Counters:
     """Counters in shared memory that a process can sleep on until another changes them."""
 
@@ -108,7 +120,7 @@ class Counters:
         """Set a counter and wake who sleeps on it."""
         fence()
         self._view[offset >> 2] = value & 0xFFFFFFFF
-        _LIBC.syscall(_FUTEX, ctypes.c_void_p(self._base + offset), 1, 0x7FFFFFFF, None, None, 0)
+        _futex(_FUTEX, self._base + offset, 1, 0x7FFFFFFF, None, None, 0)
 
     def spin(self, offset: int, target: int) -> bool:
         """Poll for a short while; whether the counter has reached `target`."""
@@ -120,9 +132,7 @@ class Counters:
 
     def sleep(self, offset: int, seen: int) -> None:
         """Sleep until the counter is no longer `seen`, or for a short while."""
-        _LIBC.syscall(
-            _FUTEX, ctypes.c_void_p(self._base + offset), 0, ctypes.c_uint(seen), ctypes.byref(_TIMEOUT), None, 0
-        )
+        _futex(_FUTEX, self._base + offset, 0, seen, ctypes.addressof(_TIMEOUT), None, 0)
 
     def close(self) -> None:
         self._view.release()
@@ -193,7 +203,7 @@ class MeetingPage:
         self._check = check
         self.on_missing: Callable[[int], None] | None = None  # asked about a rank that does not come to a meeting
         self._round = 0
-        self._peers = [r for r in range(size) if r != rank]
+        self.peers = [r for r in range(size) if r != rank]
         self._pid = os.getpid()  # a forked child is not the one that others wait for
         struct.pack_into("i", self.memory, rank * ROW + _PID, self._pid)
         _pages.add(self)
@@ -226,7 +236,7 @@ class MeetingPage:
 
     def await_all(self, what: str = "a collective") -> float:
         """Wait until every rank has arrived as often as I have; when the last one did."""
-        for rank in self._peers:
+        for rank in self.peers:
             self.await_counter(rank * ROW + _COUNT, self._round, rank, what, self.on_missing)
         slot = _SLOTS + (self._round & 1) * _SLOT
         return float(max(struct.unpack_from("d", self.memory, r * ROW + slot)[0] for r in range(self.size)))
@@ -430,9 +440,11 @@ class SmallAllReduce:
         self.page = page
         self._rows = page.small_rows
         self._memory = torch.frombuffer(page.memory, dtype=torch.uint8)
+        self._base = self._memory.data_ptr()
         self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._scales: dict[torch.dtype, Tensor] = {}
         self._next = 0
-        self._open: dict[int, Callable[[], float]] = {}  # in the order posted
+        self._open: dict[int, _Posted] = {}  # in the order posted
         self._announced = 0  # all before this one are ended, and the others know
         self._lock = threading.RLock()
 
@@ -443,44 +455,42 @@ class SmallAllReduce:
 
         `sequence` and `signature` are the collective's in its world.
         """
+        n = x.numel()
         with self._lock:
             k = self._next
             self._next = k + 1
-            slot = k % _DEPTH
             if k >= _DEPTH:
                 self._make_room(k - _DEPTH)
-            views = self._slot_views(x, slot)
-            views[self.page.rank].copy_(x.detach().view(-1))
-            head = self._rows[self.page.rank] + 64 + slot * _SMALL_SLOT
+            row = self._rows[self.page.rank]
+            head = row + 64 + k % _DEPTH * _SMALL_SLOT
+            ctypes.memmove(self._base + head + _SMALL_HEAD, x.data_ptr(), n * x.element_size())
             what, where = (signature.what, signature.where) if signature is not None else (0, 0)
-            top = (OP_CODES[op], DTYPE_CODES[x.dtype], x.numel(), sequence, what, where)
+            top = (OP_CODES[op], DTYPE_CODES[x.dtype], n, sequence, what, where)
             _SMALL_TOP.pack_into(self.page.memory, head, time.perf_counter(), *top)
-            self.page.counters.publish(self._rows[self.page.rank], k + 1)
-            result: list[float] = []
-            wrong: list[Mismatch] = []
+            self.page.counters.publish(row, k + 1)
+            posted = self._open[k] = _Posted(self, k, x, op, sequence, signature)
+            return posted.finish, posted.is_ready
 
-            def finish() -> float:
-                with self._lock:
-                    if k in self._open:
-                        try:
-                            result.append(self._finish(k, x, op, views, sequence, signature))
-                        except Mismatch as error:  # it is the error of who waits for this one, at any time
-                            wrong.append(error)
-                        del self._open[k]
-                        if next(iter(self._open), self._next) - self._announced >= _DEPTH // 2:
-                            self._announce()
-                    if wrong:
-                        raise wrong[0]
-                    return result[0]
+    def finish(self, posted: _Posted) -> None:
+        """End an all-reduce, unless it has ended."""
+        with self._lock:
+            if posted.k in self._open:
+                try:
+                    posted.last = self._finish(posted)
+                except Mismatch as error:  # it is the error of who waits for this one, at any time
+                    posted.wrong = error
+                del self._open[posted.k]
+                if next(iter(self._open), self._next) - self._announced >= _DEPTH // 2:
+                    self._announce()
 
-            self._open[k] = finish
-            counters, rows = self.page.counters, self._rows
-            return finish, lambda: k not in self._open or not any(is_behind(counters[row], k + 1) for row in rows)
+    def is_ready(self, k: int) -> bool:
+        """Whether to finish number `k` would not have to wait."""
+        counters = self.page.counters
+        return k not in self._open or not any(is_behind(counters[row], k + 1) for row in self._rows)
 
     def _make_room(self, old: int) -> None:
         if old in self._open:
-            with suppress(Mismatch):
-                self._open[old]()
+            self.finish(self._open[old])
         if self._announced <= old:
             self._announce()
         for r in range(self.page.size):
@@ -491,26 +501,34 @@ class SmallAllReduce:
         self._announced = next(iter(self._open), self._next - 1)  # the newest may be on its way
         self.page.counters.publish(self._rows[self.page.rank] + 4, self._announced)
 
-    def _finish(
-        self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int, signature: CallSignature | None
-    ) -> float:
-        page, slot = self.page, k % _DEPTH
+    def _finish(self, posted: _Posted) -> float:
+        page, k, op = self.page, posted.k, posted.op
+        for r in page.peers:
+            page.await_counter(self._rows[r], k + 1, r, "all_reduce", posted.check_large)
+        offset, memory = 64 + k % _DEPTH * _SMALL_SLOT, page.memory
+        tops = [memory[row + offset : row + offset + _SMALL_TOP.size] for row in self._rows]
+        said = tops[page.rank][8:]  # all but the time
+        if [top[8:] for top in tops].count(said) == page.size:
+            if posted.signature is not None:
+                posted.signature.check_places((posted.signature.where,), list)
+        else:
+            self._compare([_SMALL_TOP.unpack(top) for top in tops], posted.signature)
+        x = posted.x.detach().view(-1)
+        views = self._slot_views(x, k % _DEPTH)
+        if op in ("sum", "mean") and x.dtype in (torch.float32, torch.float64) and page.peers:
+            torch.add(views[0], views[1], out=x)
+            for view in views[2:]:
+                torch.add(x, view, out=x)
+            if op == "mean":
+                torch.mul(x, self._find_scale(x.dtype), out=x)
+        else:
+            combine(views, op, x)
+        return float(max([_SMALL_TIME.unpack_from(top)[0] for top in tops]))
 
-        def check_large(rank: int) -> None:
-            if sequence and page.read_sequence(rank) == sequence:
-                raise Mismatch(
-                    f"all_reduce: the ranks disagree; rank {page.rank} has a small one, of {x.numel()} x {x.dtype}, "
-                    f"where rank {rank} has a large one or another collective",
-                    calls=page.exchange_descriptions(signature),
-                )
-
-        for r in range(page.size):
-            if r != page.rank:
-                page.await_counter(self._rows[r], k + 1, r, "all_reduce", check_large)
-        offset = 64 + slot * _SMALL_SLOT
-        heads = [_SMALL_TOP.unpack_from(page.memory, row + offset) for row in self._rows]
-        mine = heads[page.rank][1:5]
-        whats = {head[5] for head in heads}
+    def _compare(self, heads: Sequence[tuple[Any, ...]], signature: CallSignature | None) -> None:
+        """Raise Mismatch if the ranks, whose heads differ, are not in the same collective."""
+        page = self.page
+        mine, whats = heads[page.rank][1:5], {head[5] for head in heads}
         if any(head[1:5] != mine for head in heads) or (len(whats) > 1 and 0 not in whats):
             names = list(OP_CODES)
             each = ", ".join(
@@ -520,8 +538,12 @@ class SmallAllReduce:
             raise Mismatch(f"all_reduce: the ranks disagree; {each}", calls=page.exchange_descriptions(signature))
         if signature is not None:
             signature.check_places([head[6] for head in heads], lambda: page.exchange_descriptions(signature))
-        combine(views, op, x.detach().view(-1))
-        return float(max(head[0] for head in heads))
+
+    def _find_scale(self, dtype: torch.dtype) -> Tensor:
+        """What a sum is multiplied by for the mean; as a tensor, since that costs less than a number."""
+        if dtype not in self._scales:
+            self._scales[dtype] = torch.tensor(1.0 / self.page.size, dtype=dtype)
+        return self._scales[dtype]
 
     def holds(self, rank: int, sequence: int) -> bool:
         """Whether `rank` has posted the collective with this number."""
@@ -539,3 +561,36 @@ class SmallAllReduce:
             found = [self._memory[s : s + nbytes].view(x.dtype) for s in starts]
             self._views[key] = found
         return found
+
+
+class _Posted:
+    """A small all-reduce of one rank that is under way, or has ended."""
+
+    __slots__ = ("_all", "k", "last", "op", "sequence", "signature", "wrong", "x")
+
+    def __init__(
+        self, every: SmallAllReduce, k: int, x: Tensor, op: Op, sequence: int, signature: CallSignature | None
+    ) -> None:
+        self._all, self.k, self.x, self.op = every, k, x, op
+        self.sequence, self.signature = sequence, signature
+        self.last = math.nan  # when the last rank came
+        self.wrong: Mismatch | None = None
+
+    def finish(self) -> float:
+        self._all.finish(self)
+        if self.wrong is not None:
+            raise self.wrong
+        return self.last
+
+    def is_ready(self) -> bool:
+        return self._all.is_ready(self.k)
+
+    def check_large(self, rank: int) -> None:
+        """Called for a rank that does not come: Mismatch if it is in this collective with something else."""
+        page = self._all.page
+        if self.sequence and page.read_sequence(rank) == self.sequence:
+            raise Mismatch(
+                f"all_reduce: the ranks disagree; rank {page.rank} has a small one, of {self.x.numel()} x "
+                f"{self.x.dtype}, where rank {rank} has a large one or another collective",
+                calls=page.exchange_descriptions(self.signature),
+            )

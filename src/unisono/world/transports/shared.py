@@ -15,7 +15,8 @@ import json
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from zlib import crc32
 
@@ -33,26 +34,26 @@ from unisono.world.transports import (
     find_group,
     gather_bytes,
 )
-from unisono.world.transports.arithmetic import combine, cut_share, cut_tiles
+from unisono.world.transports.arithmetic import SpareCores, combine, cut_share, cut_tiles
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
 from unisono.world.transports.mapped import MappedMemory, allow_reading, open_published, publish
 from unisono.world.transports.meeting_page import ITEM_LIMIT, OP_CODES, PAGE_NAME, MeetingPage, SmallAllReduce
 from unisono.world.transports.sent_sizes import WEIGHTS, describe_uneven, weigh_sizes
 from unisono.world.transports.stage import Stage, count_stage_bytes, cut_blocks
 
-PRIVATE_BYTES = 256 << 10  # from this size on private memory is read from the other processes, if possible
 PEER_MEMORY = "UNISONO_PEER_MEMORY"  # "0": never
-_TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
 _READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together
 _BLOCK = 128 << 20  # bytes reduced before the ranks meet to read each other's results
 _MOST_PIECES, _MOST_BYTES = 1024, 1 << 30  # of memory, in one call of the kernel
 _WORD = struct.Struct("Q")
-_HEAD = struct.Struct("BBHqiq")
-_PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do
-_INLINE = ITEM_LIMIT - len(_MARK) - 8  # bytes of an object that fit on the page itself
 _LIBC = ctypes.CDLL(None, use_errno=True)
 if hasattr(_LIBC, "process_vm_readv"):
     _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+PRIVATE_BYTES = 256 << 10  # from this size on private memory is read from the other processes, if possible
+_TILE = 256 << 10  # bytes of a rank reduced at a time in place: four ranks' fit into a core's second cache
+_HEAD = struct.Struct("BBHqiq")
+_PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do
+_INLINE = ITEM_LIMIT - len(_MARK) - 8  # bytes of an object that fit on the page itself
 
 _PRIVATE = (-1, 0)  # the place of memory that others do not see
 Piece = tuple[int, int]  # of memory: address and bytes
@@ -88,7 +89,8 @@ class SharedTransport(Transport):
         stage = count_stage_bytes(size)
         self._stage = self._map(stage + count_outbox_bytes(size))
         self._direct = DirectMessages(self._page, [r[stage:] for r in self._stage.ranks])
-        self._peers = PeerMemory(self._page, works=reads_peers)
+        self._spare = SpareCores(size)
+        self._peers = PeerMemory(self._page, self._spare, works=reads_peers)
         self.reads_peers = self._peers.works
 
     @classmethod
@@ -134,7 +136,7 @@ class SharedTransport(Transport):
         """An all-reduce in blocks that are copied; `last`: when the last rank came, where all have met and this rank
         has not copied its first."""
         total, dtype = sum(p.numel() for p in parts), parts[0].dtype
-        stage = self._open_stage(dtype)
+        stage = Stage(self._stage.ranks, self.rank, dtype)
         early = op == "mean" and dtype in (torch.float32, torch.float64)
         scale = 1.0 / self.size if early else None
         blocks = list(cut_blocks(parts, stage.elements))
@@ -166,8 +168,8 @@ class SharedTransport(Transport):
             offset = heads[0][5] + sum(counts[: self.rank]) * x.element_size()
             peers = [_view_as(r, offset, out.numel(), x.dtype) for r in memory.ranks]
             step = _TILE // x.element_size()
-            for tiles in zip(out.split(step), *(p.split(step) for p in peers), strict=True):
-                combine(tiles[1:], op, tiles[0])
+            tiles = zip(out.split(step), *(p.split(step) for p in peers), strict=True)
+            self._spare.each(lambda target, *values: combine(values, op, target), tiles)
             self._page.meet(what="reduce_scatter")
             return last
         self._pass_pieces(parts, [out] * self.size, x.dtype, lambda tiles, target: combine(tiles, op, target))
@@ -210,7 +212,7 @@ class SharedTransport(Transport):
                     self._peers.copy_all(r, head, out)
             self._page.meet(what="all_gather")
             return last
-        stage = self._open_stage(x.dtype)
+        stage = Stage(self._stage.ranks, self.rank, x.dtype)
         longest = max(head[3] for head in heads)
         for start in range(0, longest, stage.elements):
             stage.put([x[start : start + stage.elements]], self._turn)
@@ -224,7 +226,7 @@ class SharedTransport(Transport):
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
         total = sum(p.numel() for p in parts)
         _, last = self._begin(f"broadcast from {src}", "sum", parts[0].dtype, total, (-1, src))
-        stage = self._open_stage(parts[0].dtype)
+        stage = Stage(self._stage.ranks, self.rank, parts[0].dtype)
         for block in cut_blocks(parts, stage.elements):
             if self.rank == src:
                 stage.put(block, self._turn)
@@ -308,6 +310,7 @@ class SharedTransport(Transport):
 
     def close(self) -> None:
         self._mapped.clear()
+        self._spare.close()
         self._page.on_missing = None
         self._page.close()
 
@@ -319,9 +322,6 @@ class SharedTransport(Transport):
         self._page.timeout_s = seconds
 
     # Inside ----------------------------------------------------------------------------------------------
-
-    def _open_stage(self, dtype: torch.dtype) -> Stage:
-        return Stage(self._stage.ranks, self.rank, dtype)
 
     def _map(self, nbytes: int, **how: bool) -> MappedMemory:
         self._made += 1
@@ -387,10 +387,13 @@ class SharedTransport(Transport):
         lines = [_view_as(r, offset, x.numel(), x.dtype) for r in self._find_mapped(number).ranks]
         start, stop = cut_share(x.numel(), self.rank, self.size)
         step = _TILE // x.element_size()
-        for tiles in zip(*(line[start:stop].split(step) for line in lines), strict=True):
+
+        def reduce(*tiles: Tensor) -> None:
             combine(tiles, op, tiles[0])
             for other in tiles[1:]:
                 other.copy_(tiles[0])
+
+        self._spare.each(reduce, zip(*(line[start:stop].split(step) for line in lines), strict=True))
 
     def _pass_pieces(
         self,
@@ -401,7 +404,7 @@ class SharedTransport(Transport):
         longest: int | None = None,
     ) -> None:
         """parts[r] of every rank goes over the stage to rank r: merged into one, or kept apart."""
-        stage = self._open_stage(dtype)
+        stage = Stage(self._stage.ranks, self.rank, dtype)
         room = stage.elements // self.size
         for start in range(0, max(p.numel() for p in parts) if longest is None else longest, room):
             for r, part in enumerate(parts):
@@ -457,10 +460,11 @@ class PeerMemory:
     has given up may be using that for something else.
     """
 
-    def __init__(self, page: MeetingPage, *, works: bool | None = None) -> None:
+    def __init__(self, page: MeetingPage, spare: SpareCores, *, works: bool | None = None) -> None:
         """All ranks make it together. `works`: what was found out before."""
-        self._page, self._pids = page, page.pids
-        self._scratch: Tensor | None = None  # a tile of each rank
+        self._page, self._spare, self._pids = page, spare, page.pids
+        self._room = min(_READ, _READ_BY_ALL // page.size // 16 * 16)  # bytes of a tile of one rank
+        self._scratch: list[Tensor] = []  # each has a tile of each rank; a thread takes one
         self.works = self._find_out() if works is None else works
 
     def _find_out(self) -> bool:
@@ -521,58 +525,64 @@ class PeerMemory:
         itemsize = parts[0].element_size()
         mine = peers[page.rank]
         total = sum(p.numel() for p in parts) * itemsize
-        scratch = self._find_scratch(parts[0].dtype)
-        room = scratch.shape[1]
         for start in range(0, total, _BLOCK):
             length = min(_BLOCK, total - start)
             shares = [cut_share(length, r, size) for r in range(size)]
             low, high = shares[page.rank]
-            for tile, at in cut_tiles(parts, (start + low) // itemsize, (start + high) // itemsize, room):
-                self._reduce(tile, at * itemsize, peers, op, scratch)
+            tiles = cut_tiles(parts, (start + low) // itemsize, (start + high) // itemsize, self._room // itemsize)
+            self._spare.each(lambda tile, at: self._reduce(tile, at * itemsize, peers, op), tiles)
             page.meet(what="all_reduce")
-            for rank, (low, high) in enumerate(shares):
-                if rank != page.rank and high > low:
-                    self.read(rank, mine.cut(start + low, start + high), peers[rank].cut(start + low, start + high))
+            for rank in page.peers:
+                low, high = (start + at for at in shares[rank])
+                pieces = ((rank, at, min(at + _READ, high)) for at in range(low, high, _READ))
+                self._spare.each(lambda r, a, b: self.read(r, mine.cut(a, b), peers[r].cut(a, b)), pieces)
         page.meet(what="all_reduce")
 
     def reduce_part(self, parts: Sequence[Tensor], peers: Sequence[Pieces], start: int, op: Op, out: Tensor) -> None:
         """Reduce those elements of the concatenation of `parts` into `out` that begin at `start`; all have met."""
-        scratch = self._find_scratch(out.dtype)
-        room, itemsize = scratch.shape[1], out.element_size()
+        itemsize = out.element_size()
+        room = self._room // itemsize
         ends = list(accumulate(p.numel() for p in parts))
-        for at in range(start, start + out.numel(), room):
+
+        def reduce(at: int) -> None:
             n = min(room, start + out.numel() - at)
-            values = [line[:n] for line in scratch]
             i = bisect_right(ends, at)
-            inside = at + n <= ends[i]  # all of it in one of my parts
-            if inside:
-                first = at - ends[i] + parts[i].numel()
-                values[self._page.rank] = parts[i][first : first + n]
-            for rank, pieces in enumerate(peers):
-                if rank != self._page.rank or not inside:
-                    there = pieces.cut(at * itemsize, (at + n) * itemsize)
-                    self.read(rank, [(values[rank].data_ptr(), n * itemsize)], there)
-            combine(values, op, out[at - start : at - start + n])
+            first = at - ends[i] + parts[i].numel()
+            mine = parts[i][first : first + n] if at + n <= ends[i] else None  # all of it in one of my parts
+            with self._gather(mine, n, at * itemsize, peers, out.dtype) as values:
+                combine(values, op, out[at - start : at - start + n])
+
+        self._spare.each(reduce, ((at,) for at in range(start, start + out.numel(), room)))
         self._page.meet(what="reduce_scatter")
 
-    def _find_scratch(self, dtype: torch.dtype) -> Tensor:
-        """Scratch memory for a tile of each rank."""
-        if self._scratch is None:
-            size = len(self._pids)
-            self._scratch = torch.empty(size, min(_READ, _READ_BY_ALL // size // 16 * 16), dtype=torch.uint8)
-        return self._scratch.view(dtype)
-
-    def _reduce(self, tile: Tensor, at: int, peers: Sequence[Pieces], op: Op, scratch: Tensor) -> None:
+    def _reduce(self, tile: Tensor, at: int, peers: Sequence[Pieces], op: Op) -> None:
         """Reduce a tile of mine, `at` bytes from the beginning, in rank order."""
-        nbytes = tile.numel() * tile.element_size()
-        values = [line[: tile.numel()] for line in scratch]
-        values[self._page.rank] = tile
-        for rank, pieces in enumerate(peers):
-            if rank != self._page.rank:
-                self.read(rank, [(values[rank].data_ptr(), nbytes)], pieces.cut(at, at + nbytes))
-        combine(values, op, values[0])
-        if values[0] is not tile:
-            tile.copy_(values[0])
+        with self._gather(tile, tile.numel(), at, peers, tile.dtype) as values:
+            combine(values, op, values[0])
+            if values[0] is not tile:
+                tile.copy_(values[0])
+
+    @contextmanager
+    def _gather(
+        self, mine: Tensor | None, n: int, at: int, peers: Sequence[Pieces], dtype: torch.dtype
+    ) -> Iterator[list[Tensor]]:
+        """`n` elements of every rank, `at` bytes from the beginning, in memory of this process as long as the block
+        lasts: `mine`, if that is given, and copies of the others'."""
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = torch.empty(len(peers), self._room, dtype=torch.uint8)
+        try:
+            values = [line[:n] for line in scratch.view(dtype)]
+            nbytes = n * dtype.itemsize
+            if mine is not None:
+                values[self._page.rank] = mine
+            for rank, pieces in enumerate(peers):
+                if rank != self._page.rank or mine is None:
+                    self.read(rank, [(values[rank].data_ptr(), nbytes)], pieces.cut(at, at + nbytes))
+            yield values
+        finally:
+            self._scratch.append(scratch)
 
 
 def list_pieces(parts: Sequence[Tensor]) -> Tensor:

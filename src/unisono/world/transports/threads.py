@@ -171,6 +171,7 @@ class ThreadTransport(Transport):
         results = [torch.empty_like(p) for p in parts]
         for i, result in enumerate(results):
             combine([rank[i] for rank in ranks], op, result)
+        del ranks  # after this, only a rank itself holds its memory: an exchange counts who does
         self._end("all_reduce")
         for part, result in zip(parts, results, strict=True):
             part.copy_(result)

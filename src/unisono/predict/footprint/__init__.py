@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.methods.hybrid.factors import choose_sizes
+from unisono.methods.hybrid.axes import choose_sizes
 from unisono.predict.footprint.capacity import find_capacity
 from unisono.predict.footprint.facts import find_facts, format_error, trace_step
 from unisono.predict.footprint.formula import StepMemory

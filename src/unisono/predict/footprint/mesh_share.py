@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from unisono.methods.hybrid import tensor_plan
-from unisono.methods.hybrid.schedules import AHEAD, check_schedule
+from unisono.methods.hybrid.pipeline import AHEAD, check_schedule
 from unisono.predict.costs.pipelines import count_under_way
 from unisono.predict.footprint.formula import ModelFacts, StepMemory, UnitSizes
 

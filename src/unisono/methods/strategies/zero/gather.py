@@ -5,8 +5,8 @@
    unit is let go when all its gradients are there, a frozen one when the gradient has left the module;
 3. the model's own unit stays from the beginning of forward to the end of backward;
 4. anywhere else (a part of the module is called alone, its `forward` itself, an average of parameters): whatever uses
-   a parameter has its unit gathered first (see `on_use`). The last few such units stay. What the program has written
-   to them goes into the shards when they are let go.
+   a parameter has its unit gathered first (`values.Watched`). The last few such units stay. What the program has
+   written to them goes into the shards when they are let go.
 
 What autograd keeps of a parameter is kept as a place in its unit, and gathered when it is needed. Each gathering has
 memory of its own: a view that someone still holds (a graph of second derivatives, say) stays as it is.
@@ -28,9 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.background import Handle, SerialQueue
 from unisono.methods.strategies.zero.hooks import ModelHook
-from unisono.methods.strategies.zero.on_use import Watched, name_function
 from unisono.methods.strategies.zero.units import Unit
-from unisono.methods.strategies.zero.values import Values
+from unisono.methods.strategies.zero.values import Values, Watched, name_function
 from unisono.world import Mismatch, PeerLost, World
 
 UNITS_GATHERED = 2  # at most, beside the model's own: the one at work, and the one that comes next

@@ -290,7 +290,7 @@ class Backward(BackwardWatcher):
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
-        if self.window is Window.ENDED or self._local:
+        if self.window in (Window.ENDED, Window.STEPPING) or self._local:
             self.gradients.drop_cleared()
             return
         if self.window is not Window.OPEN:
@@ -306,7 +306,7 @@ class Backward(BackwardWatcher):
 
     def check_ended(self) -> None:
         """Refuse a step inside a window: its gradients have not gone to the rank that keeps a copy of my shards."""
-        if self.window is not Window.ENDED:
+        if self.window not in (Window.ENDED, Window.STEPPING):
             raise RuntimeError(
                 "optimizer.step() inside replica.no_sync(), and with spare=True a step needs the gradients of a whole "
                 "window: run the last backward pass before the step, or the step itself, outside the block"

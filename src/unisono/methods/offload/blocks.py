@@ -23,8 +23,8 @@ from torch import Tensor
 
 from unisono.background import Handle
 from unisono.methods.buckets import FlatLayout
+from unisono.methods.offload.disk import make_buffer
 from unisono.methods.offload.optimizers import GroupStep, Rule, Scalars, Settings, read_settings
-from unisono.methods.offload.requests import make_buffer
 
 Home = Literal["cpu", "disk", "staged", "resident"]  # see `plan`
 

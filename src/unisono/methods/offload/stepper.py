@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Stepper:
     """Steps the optimizer over blocks, one at a time, in place.
 
     `moments=torch.bfloat16` keeps the state lines in 16 bits, rounded at random in proportion (`seed`), and computes in
-    the precision of the block. `engine`: "threads" for threads of our own, "omp" for those of each torch call.
+    the precision of the block.
 
     >>> values = torch.zeros(8)
     >>> optimizer = torch.optim.SGD([values], lr=0.5)
@@ -63,7 +63,6 @@ class Stepper:
         moments: torch.dtype = torch.float32,
         disk: Disk | None = None,
         threads: int | None = None,
-        engine: Literal["threads", "omp"] = "threads",
         chunk_elements: int = CHUNK_ELEMENTS,
         seed: int = 0,
     ) -> None:
@@ -76,7 +75,7 @@ class Stepper:
         self._rule: Rule = make_rule(optimizer)
         self._moments = moments
         self._rounding = Rounding(seed, torch.device("cpu"))
-        self._workers = _Workers(engine, threads)
+        self._workers = _Workers(threads)
         self._disk, self._chunk_elements = disk, chunk_elements
         self._settings: StepSettings | None = None
         self._unfinished: dict[int, int] = {}  # blocks whose step an error broke off, with the next chunk to step
@@ -106,23 +105,9 @@ class Stepper:
         self._settings = StepSettings([read_settings(group) for group in self.optimizer.param_groups], self.steps)
         return self._settings
 
-    def step(
-        self,
-        index: int,
-        gradient: Tensor,
-        out: Tensor | None = None,
-        *,
-        scale: float = 1.0,
-        absent: Iterable[tuple[int, int]] = (),
-        settings: StepSettings | None = None,
-    ) -> None:
-        """Step one block with `scale * gradient`; `out` receives the new values in its own dtype.
-
-        `absent` are ranges of elements without a gradient: they and their state stay as they are. `settings` is what
-        `begin` returned for this step, the latest by default. Padding between the runs is never stepped.
-        If the disk fails, `DiskError` is raised; after a `flush` that succeeds, the same call goes on where it ended.
-        """
-        self.start(index, gradient, out, scale=scale, absent=absent, settings=settings)()
+    def step(self, index: int, gradient: Tensor, out: Tensor | None = None, **settings: Any) -> None:
+        """Step one block: `start`, and wait."""
+        self.start(index, gradient, out, **settings)()
 
     def start(
         self,
@@ -134,9 +119,13 @@ class Stepper:
         absent: Iterable[tuple[int, int]] = (),
         settings: StepSettings | None = None,
     ) -> Callable[[], None]:
-        """Begin what `step` does; call what is returned to wait for its end, before the block is used again.
+        """Begin to step one block with `scale * gradient`; `out` receives the new values in its own dtype. Call what is
+        returned to wait for the end, before the block is used again.
 
-        A block in memory is stepped in the background: another may be begun meanwhile. One on disk is done at once.
+        `absent` are ranges of elements without a gradient: they and their state stay as they are. `settings` is what
+        `begin` returned for this step, the latest by default. Padding between the runs is never stepped.
+        A block in memory is stepped in the background: another may be begun meanwhile. One on disk is done at once; if
+        the disk fails, `DiskError` is raised, and after a `flush` that succeeds the same call goes on where it ended.
         """
         with self._lock:
             settings = settings or self._settings
@@ -314,9 +303,9 @@ def _copy_out(master: Tensor, out: Tensor | None, _worker: _Worker, spans: Spans
 class _Worker:
     """One thread's memory, and its form of the inner loop."""
 
-    def __init__(self, parallel: int) -> None:
+    def __init__(self) -> None:
         self.step_tiles = compile_step_tiles()
-        self.tile = parallel * (_PLAIN_TILE if self.step_tiles is step_tiles else _TILE)
+        self.tile = _PLAIN_TILE if self.step_tiles is step_tiles else _TILE
         self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def scratch(self, number: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -328,20 +317,16 @@ class _Worker:
 
 
 class _Workers:
-    """Runs the cells of a chunk: on threads of our own with one torch thread each, or within torch's parallel calls.
+    """Runs the cells of a chunk, on threads of our own with one torch thread each: torch's parallel calls would need a
+    barrier after each call of a tile."""
 
-    Threads of our own need no barrier between the calls of a tile.
-    """
-
-    def __init__(self, kind: str, threads: int | None) -> None:
-        if kind not in ("threads", "omp"):
-            raise ValueError(f'got engine={kind!r}: expected "threads" or "omp"')
+    def __init__(self, threads: int | None) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"got threads={threads}: expected at least 1")
         here = torch.get_num_threads()
-        self._threads = 1 if kind == "omp" else threads or here
-        self._pool = None if kind == "omp" or self._threads == here == 1 else _make_pool(self._threads)
-        self._idle = deque(_Worker(here if kind == "omp" else 1) for _ in range(self._threads))
+        self._threads = threads or here
+        self._pool = None if self._threads == here == 1 else _make_pool(self._threads)
+        self._idle = deque(_Worker() for _ in range(self._threads))
 
     def choose_cell(self, length: int, rule: Rule) -> int:
         """How many elements of a chunk of `length` a thread takes at a time."""

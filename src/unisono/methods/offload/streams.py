@@ -1,64 +1,73 @@
 """Queues of work beside the current stream, and host memory that the device's copy engines reach.
 
-On a GPU a queue is a CUDA stream and a mark is an event; on the CPU work is done at once (see `pipeline.HostStreams`).
-What runs on them is the same code, so its order can be tested without a GPU.
+On a GPU a queue is a CUDA stream and a mark is an event; on the CPU work is done at once. What runs on them is the same
+code, so its order can be tested without a GPU.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.methods.offload.requests import make_buffer
+from unisono.methods.offload.disk import make_buffer
 from unisono.units import show_size
 
 LINE_BYTES = 256  # lines in a slab begin on such a border
 
 
-class Mark(Protocol):
-    """A point in a queue: it is reached once all work given to the queue before is done."""
+class Mark:
+    """A point in a queue: it is reached once all work given to the queue before is done. On the CPU that is at once."""
 
     def hold(self) -> None:
         """Let work that the current stream gets from now on begin after this mark."""
-        ...
 
     def wait(self) -> None:
         """Block this thread until the mark is reached."""
-        ...
 
 
-class Queue(Protocol):
-    """Work in order, beside the current stream."""
+class Queue:
+    """Work in order, beside the current stream. That of a CPU does it at once.
+
+    >>> Queue().run(lambda: print("done")).wait()
+    done
+    """
 
     def run(self, work: Callable[[], Any], after: Iterable[Mark] = ()) -> Mark:
         """Do `work` once the marks `after` are reached; the mark of its end. What it reads must stay alive."""
-        ...
+        for mark in after:
+            mark.wait()
+        work()
+        return Mark()
 
 
-class Streams(Protocol):
-    """The queues of one device."""
+class Streams:
+    """The queues of one device; these are a CPU's.
 
-    device: torch.device
-    immediate: bool  # work is done when it is given, in memory that the host reaches
+    immediate: work is done when it is given, in memory that the host reaches.
+    """
+
+    immediate = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def queue(self) -> Queue:
         """A new queue."""
-        ...
+        return Queue()
 
     def now(self) -> Mark:
         """Where the current stream stands."""
-        ...
+        return Mark()
 
     def lend(self, tensor: Tensor, queue: Queue) -> None:
         """`tensor` may be freed before `queue` has read it: its memory is not given out again until then."""
-        ...
 
 
-class CudaMark:
+class CudaMark(Mark):
     """A CUDA event as a mark."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -73,7 +82,7 @@ class CudaMark:
         self.event.synchronize()
 
 
-class CudaQueue:
+class CudaQueue(Queue):
     """A CUDA stream as a queue."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,13 +97,10 @@ class CudaQueue:
         return CudaMark(self.device, self.stream)
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """The streams of one GPU."""
 
     immediate = False
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
 
     def queue(self) -> Queue:
         return CudaQueue(self.device)

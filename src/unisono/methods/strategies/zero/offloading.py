@@ -19,8 +19,7 @@ from unisono.launchers.runtime.machine import available_bytes, give_back_freed_m
 from unisono.methods.offload.blocks import Block, Run, Shard
 from unisono.methods.offload.device import STAGING_BUFFERS
 from unisono.methods.offload.disk import Disk, DiskError, map_file
-from unisono.methods.offload.host_shards import HostShards
-from unisono.methods.offload.pipeline import Pipeline
+from unisono.methods.offload.pipeline import HostShards, Pipeline
 from unisono.methods.offload.plan import resident_units, staged_share
 from unisono.methods.offload.stepper import disk_bytes
 from unisono.methods.strategies.zero.optimizer_shards import as_stored, read_part

@@ -339,7 +339,7 @@ def link(nbytes: int = 4 << 30) -> dict[str, float]:
     """Locking memory, and copying it."""
     import torch
 
-    from unisono.methods.offload.streams import Slab
+    from unisono.methods.offload.device import Slab
 
     start = time.perf_counter()
     slab = Slab(2 * nbytes, pinned=True)

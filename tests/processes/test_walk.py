@@ -61,7 +61,14 @@ NOTES = {  # they move nothing
     "launchers/runtime/watchdog.py": {"__init__", "enter", "leave", "look", "_watch"},
     "world/call_signatures.py": {"<genexpr>", "__init__", "agree", "check_places", "follow", "shapes_of"},
     # At stage 3: parameters are hidden and shown.
-    "methods/strategies/zero/values.py": {"__torch_function__", "hide", "show", "gather_late", "refuse_written"},
+    "methods/strategies/zero/values.py": {
+        "__torch_function__",
+        "hide",
+        "show",
+        "gather_late",
+        "refuse_written",
+        "begin_step",
+    },
     "methods/strategy/program_writes.py": {"__init__", "code"},  # the program wrote nothing
     "world/batch_weights.py": {"weight"},
     "predict/costs/network.py": {"all_reduce_bytes"},  # for the ledger

@@ -7,9 +7,9 @@ import torch
 
 from unisono.methods.offload import plan
 from unisono.methods.offload.blocks import Run
-from unisono.methods.offload.pipeline import clip_ranges
+from unisono.methods.offload.device import Slab
+from unisono.methods.offload.pipeline import Streams, clip_ranges
 from unisono.methods.offload.plan import clip, cut, find_gaps, resident_units, staged_share
-from unisono.methods.offload.streams import Slab, Streams
 
 
 def test_blocks_cover_every_shard_once_and_share_as_asked() -> None:

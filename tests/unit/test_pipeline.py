@@ -17,10 +17,9 @@ from torch import Tensor
 
 from unisono.methods.offload import plan
 from unisono.methods.offload.disk import Disk, DiskError
-from unisono.methods.offload.pipeline import Pipeline, Run, Shard
+from unisono.methods.offload.pipeline import Mark, Pipeline, Queue, Run, Shard
 from unisono.methods.offload.plan import resident_units
 from unisono.methods.offload.stepper import Block, Stepper, disk_bytes
-from unisono.methods.offload.streams import Mark, Queue
 
 CPU = torch.device("cpu")
 LENGTHS = [5000, 12_288, 300, 9000]

@@ -8,32 +8,138 @@ ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840). In one step:
   wait    the next forward waits for the units one by one, as it comes to them
 
 With a delayed update (the paper's one-step delay) a step's gradients are applied while the next step computes.
+
+On a GPU a queue is a CUDA stream and a mark is an event; on the CPU work is done at once. What runs on them is the same
+code, so its order can be tested without a GPU.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.background import SerialQueue
 from unisono.methods.offload.blocks import Block, Run, Shard
-from unisono.methods.offload.device import STAGING_BUFFERS, DeviceStepper, Ranges, Scale
+from unisono.methods.offload.device import (
+    STAGING_BUFFERS,
+    DeviceStepper,
+    Ranges,
+    Scale,
+    Slab,
+    copy_to,
+)
 from unisono.methods.offload.disk import Disk
 from unisono.methods.offload.plan import BLOCK_ELEMENTS, clip, cut, find_gaps, staged_share
 from unisono.methods.offload.stepper import Stepper, StepSettings
-from unisono.methods.offload.streams import CudaStreams, Mark, Slab, Streams, copy_to
 
 _CLOSE_S = 60.0
 _AT_ONCE = 2  # blocks that the CPU works on: threads that are done with one go on with the next
 
-__all__ = ["HostShards", "Pipeline", "Run", "Shard", "clip_ranges"]
+__all__ = ["CudaStreams", "Mark", "Pipeline", "Queue", "Run", "Shard", "Streams", "clip_ranges"]
+
+
+class Mark:
+    """A point in a queue: it is reached once all work given to the queue before is done. On the CPU that is at once."""
+
+    def hold(self) -> None:
+        """Let work that the current stream gets from now on begin after this mark."""
+
+    def wait(self) -> None:
+        """Block this thread until the mark is reached."""
+
+
+class Queue:
+    """Work in order, beside the current stream. That of a CPU does it at once.
+
+    >>> Queue().run(lambda: print("done")).wait()
+    done
+    """
+
+    def run(self, work: Callable[[], Any], after: Iterable[Mark] = ()) -> Mark:
+        """Do `work` once the marks `after` are reached; the mark of its end. What it reads must stay alive."""
+        for mark in after:
+            mark.wait()
+        work()
+        return Mark()
+
+
+class Streams:
+    """The queues of one device; these are a CPU's.
+
+    immediate: work is done when it is given, in memory that the host reaches.
+    """
+
+    immediate = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def queue(self) -> Queue:
+        """A new queue."""
+        return Queue()
+
+    def now(self) -> Mark:
+        """Where the current stream stands."""
+        return Mark()
+
+    def lend(self, tensor: Tensor, queue: Queue) -> None:
+        """`tensor` may be freed before `queue` has read it: its memory is not given out again until then."""
+
+
+class CudaMark(Mark):
+    """A CUDA event as a mark."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device = device
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def hold(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaQueue(Queue):
+    """A CUDA stream as a queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def run(self, work: Callable[[], Any], after: Iterable[Mark] = ()) -> Mark:
+        with torch.cuda.stream(self.stream):
+            for mark in after:
+                mark.hold()
+            work()
+        return CudaMark(self.device, self.stream)
+
+
+class CudaStreams(Streams):
+    """The streams of one GPU."""
+
+    immediate = False
+
+    def queue(self) -> Queue:
+        return CudaQueue(self.device)
+
+    def now(self) -> Mark:
+        return CudaMark(self.device, torch.cuda.current_stream(self.device))
+
+    def lend(self, tensor: Tensor, queue: Queue) -> None:
+        assert isinstance(queue, CudaQueue)
+        tensor.record_stream(queue.stream)
+
+
+# The step ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -433,113 +539,3 @@ def clip_ranges(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> lis
     """
     found = ((max(low, start), min(high, stop)) for low, high in ranges)
     return [(low - start, high - start) for low, high in found if low < high]
-
-
-# Values that rest elsewhere ------------------------------------------------------------------------------------------
-
-
-class _Rest(NamedTuple):
-    """What is left of a step: its settings, and the gradients that are still to be applied."""
-
-    settings: StepSettings
-    gradients: dict[int, Tensor]
-    scale: float
-    absent: Mapping[int, Any]
-
-
-class HostShards:
-    """Steps the optimizer over shards that rest on the host or on disk, where they are, and gives their values to the
-    device when a module needs them: ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857).
-
-    keep: `shard.compute`, on the host, holds the values that compute; otherwise they are made from the master values at
-    each use, and `shard.compute` is let go.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        moments: torch.dtype = torch.float32,
-        disk: Disk | None = None,
-        keep: bool,
-    ) -> None:
-        self.stepper = Stepper(optimizer, moments=moments, disk=disk)
-        self._keep = keep
-        self._shards: list[Shard] = []
-        self._gradients: dict[int, Tensor] = {}
-        self._rest: _Rest | None = None  # of a step that an error broke off
-
-    def add(self, shard: Shard) -> None:
-        """Take one more unit."""
-        values = (shard.compute if shard.master is None else shard.master).detach()
-        own = values.to("cpu", shard.master_dtype, copy=shard.home == "cpu").contiguous()
-        shard.blocks = [self.stepper.add(Block(own, shard.runs, shard.home, unit=len(self._shards)))]
-        shard.master = None
-        if not self._keep:
-            shard.compute = torch.empty(0, dtype=shard.compute.dtype)
-        self._shards.append(shard)
-
-    def offer(self, u: int, gradient: Tensor, *, replace: bool = False) -> None:
-        """Take the gradient of unit `u` for the next step, instead of one that it may have."""
-        self._gradients[u] = gradient.detach().to("cpu")
-
-    def step(self, scale: float = 1.0, absent: Mapping[int, Any] | None = None, *, delay: bool | None = None) -> None:
-        """Step everything, in order; the disk reads ahead and writes behind."""
-        if delay:
-            raise ValueError("a delayed update needs parameters on the device")
-        self.retry()
-        self._rest = _Rest(self.stepper.begin(), self._gradients, scale, absent or {})
-        self._gradients = {}
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Step what is left; where it fails, what was done is kept, and the rest stays to be done."""
-        rest = self._rest
-        if rest is None:
-            return
-        order = sorted(rest.gradients)
-        for number, u in enumerate(order):
-            for soon in order[number : number + 2]:
-                self.stepper.prefetch(soon)
-            out = self._shards[u].compute if self._keep else None
-            absent = rest.absent.get(u, ())
-            gradient = rest.gradients[u]
-            self.stepper.step(u, gradient, out, scale=rest.scale, absent=absent, settings=rest.settings)
-            del rest.gradients[u]
-        self.stepper.flush()
-        self._rest = None
-
-    def retry(self) -> None:
-        """After an error of the disk: go on with the step where it broke off. Nothing was lost."""
-        if self._rest is not None:
-            self.stepper.flush()
-            self._go_on()
-
-    def wait(self, u: int) -> None:
-        """No-op: `step` returns when everything has been stepped."""
-
-    def values(self, u: int) -> Tensor:
-        """The values of unit `u`, on the host, in the dtype that computes."""
-        shard = self._shards[u]
-        return shard.compute if self._keep else shard.read("master").to(shard.compute.dtype)
-
-    def finish(self) -> None:
-        """Wait for the disk."""
-        self.stepper.flush()
-
-    def shard(self, u: int) -> Shard:
-        """The state of unit `u`, to be read and set."""
-        return self._shards[u]
-
-    @property
-    def steps(self) -> int:
-        """Steps so far."""
-        return self.stepper.steps
-
-    @steps.setter
-    def steps(self, count: int) -> None:
-        self.stepper.steps = count
-
-    def close(self) -> None:
-        """End the threads."""
-        self.stepper.close()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from unisono.methods.model_copies import add_hook
 from unisono.methods.strategies.zero.hooks import ModelHook
@@ -94,14 +93,6 @@ def load_whole(value: Any) -> Any:
     return value
 
 
-def collect_optimizer_pieces(shards: OptimizerShards, offload: Offloading | None) -> dict[str, Any]:
-    """Collect the optimizer's state, with a Piece for each tensor that is split."""
-    state = shards.pieces()
-    if offload is not None:
-        state["state"] = offload.state_pieces()
-    return state
-
-
 def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, offload: Offloading | None) -> None:
     """Load saved state."""
     if not units:
@@ -114,7 +105,7 @@ def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, o
 
 
 @torch.no_grad()
-def take_written(unit: Unit, offload: Offloading | None, before: Sequence[Tensor] | None) -> None:
+def take_written(offload: Offloading | None, unit: Unit, before: Sequence[Tensor] | None) -> None:
     """Take the elements of a unit's whole values that the program has changed into my shards. The others keep what
     they have beyond the precision that computes.
 
@@ -151,7 +142,7 @@ class WholeStateDict:
         self._on_load = on_load
         self._model, self._units, self._values, self._offload = model, list(units), values, offload
         self._paused = False
-        add = add_hook if values.always_here else _add_model_hook
+        add = add_hook if values.always_here else lambda register, call: register(ModelHook(call))
         self._hooks = [
             add(model.register_state_dict_pre_hook, lambda *_: self._gather()),
             add(model.register_state_dict_post_hook, lambda *given: self._copy(*given)),
@@ -266,10 +257,6 @@ class WholeOptimizerState:
             hook.remove()
 
 
-def _add_model_hook(register: Callable[..., RemovableHandle], call: Callable[..., Any]) -> RemovableHandle:
-    return register(ModelHook(call))
-
-
 # Whole again ---------------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +274,9 @@ def join_units(
 
     def join_shards(lines: list[Tensor], empty: Tensor) -> Tensor:
         found = world.all_gather(torch.cat([empty, *lines]), tag="restore").wait()
-        return torch.cat([_pick(found[r], which, r, order) for r, which in order])
+        # A rank that gave both gave its own before the copy.
+        both = {r: found[r].chunk(2) if (r, 1 - which) in order else (found[r],) * 2 for r, which in order}
+        return torch.cat([both[r][which] for r, which in order])
 
     states = shards.join([unit for unit in units if unit.trainable], given, world, join_shards)
     values: dict[Tensor, Tensor] = {}
@@ -298,17 +287,3 @@ def join_units(
         views = zip(unit.params, unit.views(full), strict=True)
         values |= {param: view.to(unit.original_dtype, copy=True) for param, view in views}
     return values, states
-
-
-def _pick(lines: Tensor, which: int, rank: int, order: Sequence[Holder]) -> Tensor:
-    """One of the lines that a rank gave, its own before the copy."""
-    if (rank, 1 - which) not in order:
-        return lines
-    return lines.chunk(2)[which]
-
-
-def empty_parameters(units: Sequence[Unit]) -> None:
-    """Give parameters whose values are out of date memory for new ones."""
-    for unit in units:
-        for param, shape in zip(unit.params, unit.shapes, strict=True):
-            param.data = torch.empty(shape, dtype=unit.original_dtype, device=param.device)

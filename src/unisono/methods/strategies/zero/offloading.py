@@ -19,9 +19,9 @@ from unisono.launchers.runtime.machine import available_bytes, give_back_freed_m
 from unisono.methods.offload.blocks import Block, Run, Shard
 from unisono.methods.offload.device import STAGING_BUFFERS
 from unisono.methods.offload.disk import Disk, DiskError, map_file
-from unisono.methods.offload.pipeline import HostShards, Pipeline
+from unisono.methods.offload.pipeline import Pipeline
 from unisono.methods.offload.plan import resident_units, staged_share
-from unisono.methods.offload.stepper import disk_bytes
+from unisono.methods.offload.stepper import HostShards, disk_bytes
 from unisono.methods.strategies.zero.optimizer_shards import as_stored, read_part
 from unisono.methods.strategies.zero.units import Part, Unit
 from unisono.training.checkpoint.slices import Piece, Stored
@@ -246,7 +246,7 @@ class Offloading:
             state = self.state(unit)
             lines = [name for name in state.names() if name != "master"]
             for i, part in enumerate(unit.parts):
-                scalars = state.scalars(part.at) if unit.names[part.slot] in self._positions else None
+                scalars = state.scalars(part.at)
                 if scalars is not None:
                     own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
                     yield unit, i, part, lines, own
@@ -269,12 +269,8 @@ class Offloading:
             state = self.state(unit)
             names = state.names()
             for part in unit.parts:
-                position = self._positions.get(unit.names[part.slot])
-                if position is None:
-                    continue
                 span = {"start": part.at, "stop": part.at + part.length}
-                given = saved.get(position.number)
-                if given:
+                if given := saved.get(self._positions[unit.names[part.slot]].number):
                     state.load({key: _read(x, unit, part, line=key in names) for key, x in given.items()}, **span)
                 else:
                     state.reset(**span)
@@ -302,8 +298,8 @@ class Placement:
 
     def runs(self, unit: Unit) -> list[Run]:
         """The elements of my shard by the optimizer's groups."""
-        found = [(part, self._positions.get(unit.names[part.slot])) for part in unit.parts]
-        return [Run(part.at, part.at + part.length, place.group) for part, place in found if place is not None]
+        groups = [self._positions[unit.names[part.slot]].group for part in unit.parts]
+        return [Run(p.at, p.at + p.length, group) for p, group in zip(unit.parts, groups, strict=True)]
 
     def choose_homes(self, resident: Set[int] = frozenset()) -> list[Literal["cpu", "disk"]]:
         """On disk: as much as asked for, or what does not fit into the host memory allowed. The last units go first:

@@ -192,8 +192,8 @@ class ZeroReplica(Replica):
         s, world, offload = self.strategy, self.world, self._offload
         overlap = overlap_pays(world) if s.overlap is None else s.overlap
         if s.stage == 3:
-            adopt = self._adopt_written
-            self._values = GatheredValues(self.model, self.units, world, self._fetch, adopt, ahead=overlap)
+            take = partial(checkpoint.take_written, offload)
+            self._values = GatheredValues(self.model, self.units, world, self._fetch, take, ahead=overlap)
         elif self._memory is not None:
             self._values = CommonValues(self.model, self._trainable, self._memory, world)
         else:
@@ -229,10 +229,6 @@ class ZeroReplica(Replica):
         """Return my shard of a unit, up to date, on the device that computes."""
         found = unit.shard if self._offload is None or not unit.trainable else self._offload.values(unit)
         return found if self.world.size == 1 else found.to(unit.full.device)
-
-    def _adopt_written(self, unit: Unit, before: list[Tensor] | None) -> None:
-        """The program has written to the whole values of a unit."""
-        checkpoint.take_written(unit, self._offload, before)
 
     def _check_pass(self) -> None:
         """Refuse a parameter that was frozen: it belongs to no unit, so its gradient would stay on its own rank."""
@@ -347,7 +343,10 @@ class ZeroReplica(Replica):
         self._end_delay()
         with self._pause_state_dict():
             model = checkpoint.collect_model_pieces(unwrap(self.model), self.units, self._offload)
-        return {"model": model, "optimizer": checkpoint.collect_optimizer_pieces(self._shards, self._offload)}
+        optimizer = self._shards.pieces()
+        if self._offload is not None:
+            optimizer["state"] = self._offload.state_pieces()
+        return {"model": model, "optimizer": optimizer}
 
     def _end_delay(self) -> None:
         """What is saved is the latest, and the run goes on from it."""
@@ -467,7 +466,9 @@ class ZeroReplica(Replica):
             self.model.zero_grad()
             units = self.units
             self._close_units()
-            checkpoint.empty_parameters(units)
+            for unit in units:  # their values are out of date: memory for new ones
+                for param, shape in zip(unit.params, unit.shapes, strict=True):
+                    param.data = torch.empty(shape, dtype=unit.original_dtype, device=param.device)
 
     def _go_back(self, change: Change, steps: int) -> None:
         """With copies: a window that was counted, and whose gradients no rank has stepped, did not happen."""

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.methods.buckets import FlatLayout, alignment, find_wide_dtype, group_into_buckets
-from unisono.methods.offload.streams import copy_to
+from unisono.methods.offload.device import copy_to
 from unisono.world import World
 
 _SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
@@ -73,8 +73,12 @@ class Unit:
         step = alignment(self.dtype)
         self.shard_length = -(-self.layout.numel // (self.size * step)) * step
         self.numel = self.shard_length * self.size
-        low, high = self.rank * self.shard_length, (self.rank + 1) * self.shard_length
-        self.parts = [
+        self.parts = self.parts_of(self.rank)
+
+    def parts_of(self, rank: int) -> list[Part]:
+        """Who steps what: a rank steps what lies in its shard, an equal cut of the line."""
+        low, high = rank * self.shard_length, (rank + 1) * self.shard_length
+        return [
             Part(slot, first - low, first - self.layout.starts[slot], last - first)
             for slot, first, last in self.layout.overlaps(low, high)
         ]

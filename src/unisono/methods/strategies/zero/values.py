@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
-from unisono.methods.strategies._host_memory import HostMemory
-from unisono.methods.strategies._writes import Placed, Writes, describe_settings
+from unisono.methods.strategies._host_memory import HostMemory, Placed, Writes, describe_settings
 from unisono.methods.strategies.zero.hooks import ModelHook
 from unisono.methods.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import World
@@ -199,7 +198,7 @@ class CommonValues(Values):
     """All ranks, on one host, have one memory for all values: after a step nothing has to be gathered. Nobody writes to
     it before all have called `optimizer.step()`, and nobody reads it before all parts have been stepped.
 
-    What the program writes to parameters by itself only its own rank sees, until it is taken over (see `_writes`).
+    What the program writes to parameters by itself only its own rank sees, until it is taken over (see `Writes`).
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], memory: HostMemory, world: World) -> None:

@@ -28,7 +28,7 @@ from unisono.methods.strategies.zero.units import Unit
 from unisono.world import World
 
 
-class Shards(Enum):
+class ShardState(Enum):
     """What a rank's own shards and the copies that it keeps are good for."""
 
     STEPPED = auto()  # both have taken `steps` steps
@@ -48,7 +48,7 @@ class Spare:
         self._units = list(units)
         self._channel = world.channel(inline=True)
         self._before, self._next = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-        self._state = Shards.STEPPED
+        self._state = ShardState.STEPPED
         self._ready: list[tuple[Parameter, Tensor | None, int]] | None = None  # what the step needs, and its version
         self._window = 0  # that the step belongs to
         self.steps = 0
@@ -56,7 +56,7 @@ class Spare:
     @property
     def is_catching_up(self) -> bool:
         """Whether the optimizer takes a step that other ranks have taken."""
-        return self._state is Shards.CATCHING_UP
+        return self._state is ShardState.CATCHING_UP
 
     # A step ----------------------------------------------------------------------------------------------
 
@@ -74,8 +74,8 @@ class Spare:
 
     def agree(self, window: int) -> None:
         """The optimizer is about to step with the gradients of a window: wait until all ranks have what it takes."""
-        is_torn = self._state in (Shards.CHANGING, Shards.TORN)
-        if self._state is Shards.CHANGING and window == self._window:
+        is_torn = self._state in (ShardState.CHANGING, ShardState.TORN)
+        if self._state is ShardState.CHANGING and window == self._window:
             return  # the step of a class around another's, whose hooks are called too
         self._window = window
         leaves = [leaf for unit in self._units for one in unit.held for leaf in one.leaves]
@@ -83,9 +83,9 @@ class Spare:
         on = self._units[0].params[0].device
         if on.type == "cuda":  # what has been asked for must be here, also on those that fail in the next call
             torch.cuda.current_stream(on).synchronize()
-        self._state = Shards.TORN if is_torn else Shards.READY
+        self._state = ShardState.TORN if is_torn else ShardState.READY
         self._channel.barrier(tag="spare")
-        self._state = Shards.TORN if is_torn else Shards.CHANGING
+        self._state = ShardState.TORN if is_torn else ShardState.CHANGING
 
     def end_step(self) -> None:
         """Called after the step: this rank's shards and the spare copies have been stepped."""
@@ -93,22 +93,22 @@ class Spare:
             return
         self.steps += 1
         self._ready = None
-        if self._state is Shards.CHANGING:
-            self._state = Shards.STEPPED
+        if self._state is ShardState.CHANGING:
+            self._state = ShardState.STEPPED
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """While the block writes new values to all shards, they are of no use to others."""
-        self._state = Shards.CHANGING
+        self._state = ShardState.CHANGING
         yield
-        self._state = Shards.STEPPED  # not if it breaks off
+        self._state = ShardState.STEPPED  # not if it breaks off
 
     # After a loss ----------------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
         """How many steps the shards here have taken, and can take by themselves; None if they are of no use."""
         ready = self._ready is not None and all(g is None or g._version == version for _, g, version in self._ready)
-        useful = self._state in (Shards.STEPPED, Shards.READY)
+        useful = self._state in (ShardState.STEPPED, ShardState.READY)
         return {"steps": self.steps if useful else None, "reach": self.steps + ready}
 
     def catch_up(self, steps: int, optimizer: Optimizer) -> None:
@@ -117,11 +117,11 @@ class Spare:
             assert self._ready is not None
             for leaf, grad, _ in self._ready:
                 leaf.grad = grad
-            self._state = Shards.CATCHING_UP
+            self._state = ShardState.CATCHING_UP
             try:
                 optimizer.step()
             finally:
-                self._state = Shards.STEPPED
+                self._state = ShardState.STEPPED
 
     def close(self) -> None:
         """Close the channel."""

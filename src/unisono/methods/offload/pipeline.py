@@ -42,7 +42,18 @@ from unisono.methods.offload.stepper import Stepper, StepSettings
 _CLOSE_S = 60.0
 _AT_ONCE = 2  # blocks that the CPU works on: threads that are done with one go on with the next
 
-__all__ = ["CudaStreams", "Mark", "Pipeline", "Queue", "Run", "Shard", "Streams", "clip_ranges"]
+__all__ = [
+    "CudaMark",
+    "CudaQueue",
+    "CudaStreams",
+    "Mark",
+    "Pipeline",
+    "Queue",
+    "Run",
+    "Shard",
+    "Streams",
+    "clip_ranges",
+]
 
 
 class Mark:

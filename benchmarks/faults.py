@@ -236,16 +236,16 @@ def run(
     from unisono.launchers import elastic
 
     losses: list[Loss] = []
-    note = elastic.Members._note_loss
+    note = elastic.ElasticSupervisor._note_loss
 
-    def watch(self: elastic.Members, worker: Any, was_member: bool) -> None:
-        losses.append((worker.failure.time, self.coordinator.generation))
-        note(self, worker, was_member)
+    def watch(self: elastic.ElasticSupervisor[Any], worker: Any, failure: Any, was_member: bool) -> None:
+        losses.append((failure.time, self.coordinator.generation))
+        note(self, worker, failure, was_member)
 
     import unisono as un
 
     Path(folder).mkdir(parents=True, exist_ok=True)
-    elastic.Members._note_loss = watch  # type: ignore[method-assign]
+    elastic.ElasticSupervisor._note_loss = watch  # type: ignore[method-assign]
     try:
         results = un.launch(
             partial(train, folder, steps, saves_every, sleep_s),
@@ -256,7 +256,7 @@ def run(
             least=least,
         )
     finally:
-        elastic.Members._note_loss = note  # type: ignore[method-assign]
+        elastic.ElasticSupervisor._note_loss = note  # type: ignore[method-assign]
     return results, losses
 
 
@@ -356,33 +356,34 @@ def soak(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     """A kill every few seconds, of any worker but one."""
     from unisono.launchers import elastic
 
-    runs: list[elastic.Members] = []
-    begin = elastic.Members.begin
+    runs: list[elastic.ElasticSupervisor[Any]] = []
+    act = elastic.ElasticSupervisor.act
 
-    def watch(self: elastic.Members) -> None:
-        begin(self)
-        runs.append(self)
+    def watch(self: elastic.ElasticSupervisor[Any], now: float) -> None:
+        act(self, now)
+        runs[:] = [self]
 
-    elastic.Members.begin = watch  # type: ignore[method-assign]
+    elastic.ElasticSupervisor.act = watch  # type: ignore[method-assign]
     seen: list[tuple[float, ...]] = []
     kills, stop = [0], threading.Event()
 
     def killer() -> None:
         draw, began = random.Random(asked.seed), time.monotonic()
-        while not runs:
+        while not runs or not runs[0].connections:
             time.sleep(0.1)
-        keeper = next(iter(runs[0].lines.values()))
+        keeper = next(iter(runs[0].connections.values())).worker
         while not stop.wait(asked.every):
-            victims = [line for line in list(runs[0].lines.values()) if line is not keeper]
+            workers = [connection.worker for connection in list(runs[0].connections.values())]
+            victims = [worker for worker in workers if worker is not keeper]
             if victims:
-                draw.choice(victims).child.send(signal.SIGKILL)
+                draw.choice(victims).send(signal.SIGKILL)
                 kills[0] += 1
-            if keeper.child.exited is None:
+            if keeper.ended is None:
                 seen.append(
                     (
                         time.monotonic() - began,
                         *measure_process(os.getpid()),
-                        *measure_process(keeper.child.process.pid),
+                        *measure_process(keeper.process.pid),
                     )
                 )
 
@@ -402,7 +403,7 @@ def soak(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     finally:
         stop.set()
         thread.join()
-        elastic.Members.begin = begin  # type: ignore[method-assign]
+        elastic.ElasticSupervisor.act = act  # type: ignore[method-assign]
     whole = [row for row in seen if row[4] > 0]  # not as the worker ends
     parts = [whole[len(whole) * a // 20 : len(whole) * b // 20] for a, b in ((3, 5), (18, 20))]  # 15-25 %, 90-100 %
     before, after = ([statistics.median(column) for column in zip(*part, strict=True)] for part in parts)

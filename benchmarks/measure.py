@@ -64,7 +64,7 @@ def on_hosts(
     `by_transport`: the workers' own transport holds bytes back, instead of the kernel; needs no rights.
     """
     from unisono.launchers.lab.hosts import EmulatedHosts
-    from unisono.launchers.runtime.link_text import Link
+    from unisono.launchers.runtime.link_emulation import Link
 
     link = Link(mbit * 1e6)
     with nullcontext() if by_transport else EmulatedHosts(hosts, links=[link] * hosts) as net:

@@ -84,7 +84,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly or os.environ["UNISONO_WARM"] == "0":
         return
     if any(item.path.parent.name in ("processes", "engines") for item in session.items):
-        from unisono.launchers.warm import connect_warm
+        from unisono.launchers.forks import connect_warm
 
         connect_warm().close()  # it begins to import torch
 
@@ -114,7 +114,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _stop_servers(folder: str) -> None:
-    from unisono.launchers.warm import stop_warm
+    from unisono.launchers.forks import stop_warm
 
     stop_warm()
     shutil.rmtree(folder, ignore_errors=True)

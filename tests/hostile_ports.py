@@ -27,9 +27,8 @@ import torch
 import unisono as un
 from engine_agents import Agents
 from unisono.launchers.engines.engine import Engine, Work
-from unisono.launchers.runtime.channel import Channel
-from unisono.launchers.runtime.secret import read_store_secret
-from unisono.launchers.runtime.store_messages import send_message
+from unisono.launchers.runtime.channel import Channel, read_store_secret
+from unisono.launchers.runtime.store_server import send_message
 
 GREETING = b"unisono channel 1\n"
 GREETING_BYTES = len(GREETING) + 32  # all that a stranger is told

@@ -13,9 +13,9 @@ from types import TracebackType
 import pytest
 from engine_commands import SOURCES
 
+from unisono.launchers.forks import stop_warm
 from unisono.launchers.lab.hosts import EmulatedHosts
 from unisono.launchers.lab.hosts import find_obstacle as why_no_hosts
-from unisono.launchers.warm import stop_warm
 
 CONFIG = """\
 Port {port}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from preloaded import Program
 from unisono.launchers.lab.hosts import EmulatedHosts
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.runtime.link_emulation import Link
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -26,7 +27,8 @@ class Run:
 
     def cut_off(self, host: int) -> None:
         """Take a host's link down."""
-        self.hosts.set_link(host, "down")
+        link = ["ip", "link", "set", self.hosts.interface, "down"]
+        subprocess.run(self.hosts.command(host, *link), check=True)
 
     def tell(self, word: str) -> None:
         """Write a line to each worker."""

@@ -18,9 +18,9 @@ from torch import nn
 
 import unisono as un
 from engine_agents import Agents
+from unisono.launchers.engine_run import open_remote_run
 from unisono.launchers.engines.engine import Engine, Work
 from unisono.launchers.job import Job
-from unisono.launchers.remote import open_remote_run
 from unisono.launchers.runtime.run_folder import RunFolder
 from unisono.observe.runs.reading import RunReader
 

@@ -22,9 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import unisono as un
-from unisono.launchers.control import Gone
-from unisono.launchers.runtime import stack_dump
-from unisono.launchers.stacks import ask_for_report, ask_for_stacks
+from unisono.launchers.control import Gone, ask_for_report, ask_for_stacks
+from unisono.launchers.runtime import stacks
 from unisono.launchers.worker import program
 
 pytestmark = pytest.mark.timeout(120)
@@ -157,21 +156,21 @@ def test_ranks_that_no_launcher_watches_read_each_others_stacks(ranks: Callable[
 
 
 def test_worker_and_launcher_mean_the_same_signal() -> None:
-    assert program._STACKS_SIGNAL == stack_dump.SIGNAL
+    assert program._STACKS_SIGNAL == stacks.SIGNAL
     assert 'environ["UNISONO_STACKS_FD"]' in inspect.getsource(program.main)
-    assert stack_dump.VARIABLE == "UNISONO_STACKS_FD"
+    assert stacks.VARIABLE == "UNISONO_STACKS_FD"
 
 
 def test_a_process_without_the_handler_is_not_signalled() -> None:
     """The signal would end it."""
-    file = stack_dump.StackFile()
+    file = stacks.StackFile()
     pid = os.fork()
     if pid == 0:
-        signal.signal(stack_dump.SIGNAL, signal.SIG_DFL)
+        signal.signal(stacks.SIGNAL, signal.SIG_DFL)
         time.sleep(60)
         os._exit(0)
     try:
-        assert stack_dump.read_stacks({pid: file}) == {pid: ""}
+        assert stacks.read_stacks({pid: file}) == {pid: ""}
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it still runs"
     finally:
         os.kill(pid, signal.SIGKILL)

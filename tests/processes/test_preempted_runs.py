@@ -14,9 +14,9 @@ from preemption_cases import STEPS, train
 from test_engine_run import Agents, Here
 
 import unisono as un
+from unisono.launchers.engine_run import RemoteRun
 from unisono.launchers.engines.engine import Work
 from unisono.launchers.job import Job
-from unisono.launchers.remote import RemoteRun
 
 SCRIPT = f"""
 import sys

@@ -18,8 +18,8 @@ from torch import nn
 import unisono as un
 from unisono.cli.command_line import main
 from unisono.launchers.control import ask
-from unisono.launchers.runtime.private_folder import find_private_folder
-from unisono.launchers.warm import stop_warm
+from unisono.launchers.forks import stop_warm
+from unisono.launchers.runtime.files import find_private_folder
 
 MODEL = """
 import torch

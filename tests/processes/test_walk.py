@@ -54,7 +54,7 @@ PROGRAM = """
         print(json.dumps(walks))
 """
 NOTES = {  # they move nothing
-    "launchers/runtime/stops.py": {"_count_paused", "paused_s"},
+    "launchers/runtime/debug_pause.py": {"_count_paused", "paused_s"},
     "world/ledger.py": {"close_record", "close_span"},
     "launchers/runtime/status.py": {"note", "beat"},
     "launchers/runtime/frames.py": {"find_site"},

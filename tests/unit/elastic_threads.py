@@ -17,8 +17,8 @@ from torch import Tensor
 
 from unisono import World
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.membership import Assignment, Dismissed, ResultLog
-from unisono.launchers.runtime.memfd import anonymous_file
 from unisono.world import PeerLost
 from unisono.world.elastic import Elastic
 from unisono.world.rendezvous import enter

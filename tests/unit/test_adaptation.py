@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from unisono.launchers.adaptation import Adaptation, Meter
+from unisono.launchers.scaling import Adaptation, Meter
 
 Curve = Callable[[int], float]
 

@@ -1,8 +1,10 @@
-"""The command line as a whole: each command is a file, and none needs torch before it is run."""
+"""The command line as a whole: which commands there are, and that none needs torch before it is run."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +12,18 @@ from pathlib import Path
 import pytest
 
 from unisono import cli
-from unisono.cli.command_line import COMMANDS, main
-from unisono.launchers.environment import worker_environment
+from unisono.cli import command_line
+from unisono.cli.command_line import COMMANDS, main, make_parser
 from unisono.launchers.job import Job
+from unisono.launchers.processes import worker_environment
 
 FOLDER = Path(cli.__file__).parent
 
 
-def test_every_file_that_adds_a_command_is_a_command() -> None:
-    found = {file.stem for file in FOLDER.glob("*.py") if "def add_arguments(" in file.read_text(encoding="utf-8")}
-    assert found == set(COMMANDS)
+def test_every_command_of_a_file_is_a_command() -> None:
+    found = [importlib.import_module(f"unisono.cli.{file.stem}") for file in FOLDER.glob("[a-z]*.py")]
+    listed = [name for module in found if module is not command_line for name in getattr(module, "COMMANDS", ())]
+    assert sorted(listed) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -149,6 +153,21 @@ def test_a_job_script_starts_workers_as_the_command_would(tmp_path: Path) -> Non
     assert {"--pdb", "--warm"} <= set(script.read_text().split())
 
 
+def test_a_job_script_repeats_every_option_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, script = tmp_path / "train.py", tmp_path / "job.sh"
+    program.write_text("")
+    repeated = ["--wait", "90", "--page", "--page-port", "8080", "--page-bind", "0.0.0.0", "--page-stay"]
+    repeated += ["--grace", "90.0", "--threads", "3", "--output", "rank0", "--faults", "kill 1@4", "--no-record"]
+    words = ["--on", "slurm", "-n", "2", *repeated, "--options=--time=5", "--hosts", "a,b"]
+    assert main(["run", *words, "--script", str(script), str(program), "--lr", "1"]) == 0
+    assert capsys.readouterr().err == ""  # the page is of the run, not of this command
+    started = shlex.split(script.read_text().splitlines()[-1])
+    again = make_parser(["run"]).read(started[started.index("run") :])
+    first = make_parser(["run"]).read(["run", *words, str(program), "--lr", "1"])
+    given_to_sbatch = {"options": None, "hosts": None}
+    assert vars(again) | {"parser": None} == vars(first) | given_to_sbatch | {"parser": None}
+
+
 def test_what_no_run_could_begin_with_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "file").touch()
@@ -181,7 +200,8 @@ def test_workers_that_come_and_go_on_an_engine_and_in_a_job_script(
 
 
 @pytest.mark.parametrize(
-    ("words", "imported"), [(["--help"], set()), (["runs", "--help"], {"runs"}), (["scale", "--help"], {"scale"})]
+    ("words", "imported"),
+    [(["--help"], set()), (["runs", "--help"], {"records"}), (["scale", "--help"], {"under_way"})],
 )
 def test_a_command_is_imported_when_it_is_called(words: list[str], imported: set[str]) -> None:
     program = (
@@ -189,5 +209,6 @@ def test_a_command_is_imported_when_it_is_called(words: list[str], imported: set
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     found = set(done.stderr.split())
-    assert {name for name in COMMANDS if f"unisono.cli.{name}" in found} == imported
+    files = {file.stem for file in FOLDER.glob("[a-z]*.py")} - {"command_line", "arguments"}
+    assert {name for name in files if f"unisono.cli.{name}" in found} == imported
     assert not found & {"torch", "numpy", "unisono.launchers.lab.engine", "unisono.launchers.engines.ray"}

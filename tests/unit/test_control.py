@@ -14,9 +14,8 @@ import pytest
 from unisono.cli.command_line import main
 from unisono.launchers import control
 from unisono.launchers.control import MOST_CONNECTIONS, Control
-from unisono.launchers.runtime.event_loop import EventLoop
-from unisono.launchers.runtime.local_channel import LocalChannel
-from unisono.launchers.runtime.private_folder import find_private_folder
+from unisono.launchers.runtime.files import find_private_folder
+from unisono.launchers.runtime.local_channel import EventLoop, LocalChannel
 
 
 class Listening:
@@ -103,7 +102,7 @@ def test_a_socket_that_was_left_behind_is_told_and_removed_by_the_next_run(liste
 
 def test_a_wait_ends_where_another_number_is_asked_for(listen, monkeypatch, capsys):
     run = listen(11)
-    monkeypatch.setattr("unisono.cli.scale.time.sleep", lambda _: setattr(run, "wanted", 4))
+    monkeypatch.setattr("unisono.cli.under_way.time.sleep", lambda _: setattr(run, "wanted", 4))
     assert main(["scale", "3", "--wait"]) == 1
     assert "the run aims at 4 workers now" in capsys.readouterr().err
 

@@ -18,16 +18,14 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.launchers.runtime import debugger, stops
+from unisono.launchers.runtime import debug_pause, debugger
 from unisono.launchers.runtime.channel import Channel, NotProven
-from unisono.launchers.runtime.debugger import terminal
+from unisono.launchers.runtime.debugger import prompt as terminal
 from unisono.launchers.runtime.debugger.agent import Agent, RankThread
-from unisono.launchers.runtime.debugger.attaching import list_announced
-from unisono.launchers.runtime.debugger.hub import Hub, read_wait_s
-from unisono.launchers.runtime.debugger.link import HubConnection, connect_to_hub
+from unisono.launchers.runtime.debugger.hub import Hub, HubConnection, connect_to_hub, list_announced, read_wait_s
 from unisono.launchers.runtime.debugger.prompt import Prompt
 from unisono.launchers.runtime.debugger.rank_pdb import RankPdb
-from unisono.launchers.runtime.private_folder import find_private_folder
+from unisono.launchers.runtime.files import find_private_folder
 from unisono.units import parse_ranks, show_ranks
 from unisono.world import World
 from unisono.world.transports.threads import Hub as ThreadHub
@@ -75,7 +73,7 @@ def type_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Typed]
 
     monkeypatch.setattr(terminal, "_find_console", lambda: None)
     yield use
-    assert stops.active is False
+    assert debug_pause.active is False
     assert sys.gettrace() is None
 
 
@@ -299,24 +297,24 @@ def join_agents() -> None:
 def test_limits_of_waiting_do_not_count_while_people_think() -> None:
     join_agents()
     looks = iter(range(100))
-    stops.begin_pause()
+    debug_pause.begin_pause()
     try:  # five looks of 0.02 s: far over the limit
         wait_in_vain(lambda: next(looks) > 8)
     finally:
-        stops.end_pause()
+        debug_pause.end_pause()
     with pytest.raises(un.PeerLost, match=r"no answer within 0.02 s"):
         wait_in_vain(lambda: False)
 
 
 def test_the_clock_stands_still_however_long_a_thread_waits_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(0, 1000, 7))
-    monkeypatch.setattr(stops.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(debug_pause.time, "perf_counter", lambda: float(next(ticks)))
     join_agents()
-    stops.begin_pause()
+    debug_pause.begin_pause()
     try:
-        assert stops.clock() == stops.clock()
+        assert debug_pause.clock() == debug_pause.clock()
     finally:
-        stops.end_pause()
+        debug_pause.end_pause()
 
 
 def wait_in_vain(is_ready: Callable[[], bool]) -> None:
@@ -533,8 +531,8 @@ def agent() -> Iterator[Agent]:
     yield made
     other.close()
     made._thread.join(LIMIT_S)
-    stops._looks.remove(made.look)
-    stops.end_pause()
+    debug_pause._looks.remove(made.look)
+    debug_pause.end_pause()
 
 
 def test_a_release_of_an_earlier_stop_does_not_end_this_one(agent: Agent) -> None:
@@ -542,7 +540,7 @@ def test_a_release_of_an_earlier_stop_does_not_end_this_one(agent: Agent) -> Non
     agent.stopped("train.py:2", "breakpoint", "")
     agent._take({"kind": "continue", "stops": 0})
     assert agent.may_stop("step")  # as somebody may ask for now
-    assert stops._since is not None  # and the clock stands still
+    assert debug_pause._since is not None  # and the clock stands still
     agent._take({"kind": "line", "id": 1, "text": "p 1", "alone": False})
     assert agent.next_command() == (1, "p 1")
     agent._take({"kind": "continue", "stops": 1})

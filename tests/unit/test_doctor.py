@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unisono.cli import doctor as command
+from unisono.cli import machine as command
 from unisono.cli.command_line import main
 from unisono.launchers import WorkerError
 from unisono.launchers.runtime.huge_pages import HugePages

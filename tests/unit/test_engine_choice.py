@@ -17,7 +17,7 @@ from unisono.launchers.engines.engine import Engine
 from unisono.launchers.engines.mpi import Mpi
 from unisono.launchers.engines.slurm import Slurm, job_script
 from unisono.launchers.engines.ssh import Ssh, divide
-from unisono.launchers.runtime.place import read_place
+from unisono.launchers.runtime.launch_env import read_place
 from unisono.world.stores import agree_on_attempt, open_tcp_store
 
 SLURM = {

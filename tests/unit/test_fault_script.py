@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from unisono.cli import main
-from unisono.launchers import environment
-from unisono.launchers.failures import Failure, Outcome
-from unisono.launchers.fault_report import FaultReport, read_faults
-from unisono.launchers.runtime.fault_script import Fault, FaultError, check_script, parse_script
+from unisono.launchers import processes
+from unisono.launchers.failures import Failure, FaultReport, Outcome, read_faults
+from unisono.launchers.runtime.faults import Fault, FaultError, check_script, parse_script
 
 
 def test_every_kind_of_fault_is_read() -> None:
@@ -176,7 +175,7 @@ def test_the_environment_asks_for_faults_of_this_run_and_not_of_those_inside_it(
     monkeypatch.setenv("UNISONO_WORKER_FAULTS", '{"0": "kill 0@1"}')  # of the run that this one is in
     assert read_faults(None, 2) == [Fault("kill", 1, 4)]
     assert read_faults("", 2) == []
-    made = environment.worker_environment(0, 2, address=("127.0.0.1", 1), run_id="x")
+    made = processes.worker_environment(0, 2, address=("127.0.0.1", 1), run_id="x")
     assert [name for name in made if name.endswith("FAULTS")] == []
-    made = environment.worker_environment(1, 2, address=("127.0.0.1", 1), run_id="x", faults='{"0": "kill 1@4"}')
+    made = processes.worker_environment(1, 2, address=("127.0.0.1", 1), run_id="x", faults='{"0": "kill 1@4"}')
     assert made["UNISONO_WORKER_FAULTS"] == '{"0": "kill 1@4"}'

@@ -18,7 +18,7 @@ from torch import nn
 
 import unisono as un
 from unisono.launchers.runtime import faults, status
-from unisono.launchers.runtime.fault_script import parse_script
+from unisono.launchers.runtime.faults import parse_script
 from unisono.methods.offload.disk import Disk
 from unisono.methods.strategy import fault_watch
 from unisono.methods.strategy.fault_watch import FaultWatch
@@ -195,7 +195,7 @@ def test_a_script_without_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch)
 STOPS = """
 import os, sys
 from unisono.launchers.runtime import faults
-from unisono.launchers.runtime.fault_script import parse_script
+from unisono.launchers.runtime.faults import parse_script
 (fault,) = parse_script(sys.argv[1])
 faults.Armed(0, fault, 1).fire(fault.step)
 print("went on")

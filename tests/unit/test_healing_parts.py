@@ -6,8 +6,8 @@ import os
 
 import torch
 
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.membership import ResultLog
-from unisono.launchers.runtime.memfd import anonymous_file
 from unisono.methods.strategy.healing import _find_schedules
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.cli.command_line import COMMANDS, make_parser
-from unisono.cli.help_text import fill
+from unisono.cli.command_line import COMMANDS, fill, make_parser
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.launchers import environment, forks
+from unisono.launchers import forks, processes
 from unisono.launchers.runtime.huge_pages import HUGE, HugePages, fill_with_huge_pages, map_shared, read_huge_pages
 from unisono.world.transports.mapped import MappedMemory
 
@@ -77,7 +77,7 @@ def test_workers_ask_for_huge_pages_unless_the_user_has_said_otherwise(
 
     def tunables() -> str | None:
         if fresh:
-            made = environment.worker_environment(0, 2, address=("127.0.0.1", 1), run_id="x")
+            made = processes.worker_environment(0, 2, address=("127.0.0.1", 1), run_id="x")
         else:
             made = forks.server_environment(os.environ)
         return made.get("GLIBC_TUNABLES")

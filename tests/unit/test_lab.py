@@ -11,10 +11,9 @@ import pytest
 
 import unisono as un
 from unisono.cli.command_line import main
-from unisono.launchers.lab import cleanup, engine
-from unisono.launchers.lab.engine import Lab
-from unisono.launchers.lab.measure import measure_wire
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.lab import engine, hosts
+from unisono.launchers.lab.engine import Lab, measure_wire
+from unisono.launchers.runtime.link_emulation import Link
 
 
 @pytest.fixture
@@ -91,10 +90,10 @@ def test_without_namespaces_the_transport_shapes_and_it_is_said_so(script: str, 
 def test_processes_of_a_run_whose_launcher_is_gone_are_ended_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    marks = [f"{gone.pid}:1", cleanup.mark_of_this_process()]
+    marks = [f"{gone.pid}:1", hosts.mark_of_this_process()]
     sleepers = [subprocess.Popen(["sleep", "600"], env={**os.environ, "UNISONO_LAB": mark}) for mark in marks]
     try:
-        while sleepers[0].pid not in cleanup.find_processes():  # it has become `sleep` by then
+        while sleepers[0].pid not in hosts.find_processes():  # it has become `sleep` by then
             assert sleepers[0].poll() is None
         assert main(["lab", "clean"]) == 0
         assert f"ended 1 process of a run whose launcher ({gone.pid}) is gone\n" in capsys.readouterr().out

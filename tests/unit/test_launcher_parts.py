@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from unisono.launchers import environment, fork_context, guard
+from unisono.launchers import fork_context, forks, guard, processes
 from unisono.launchers.failures import Failure, first_failure
 from unisono.launchers.output import Lines, Output
 from unisono.launchers.runtime import status
+from unisono.launchers.runtime.local_channel import LocalChannel
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -120,12 +121,12 @@ def test_note_does_nothing_outside_a_launcher_or_with_another_file_behind_the_de
 
 
 def test_threads_are_shared_fairly_unless_set(monkeypatch):
-    monkeypatch.setattr(environment, "usable_cores", lambda: 8)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 8)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
     def threads(workers: int, asked: int | None = None) -> tuple[str | None, str | None]:
-        made = environment.worker_environment(0, workers, address=("127.0.0.1", 1), run_id="x", threads=asked)
+        made = processes.worker_environment(0, workers, address=("127.0.0.1", 1), run_id="x", threads=asked)
         return made.get("OMP_NUM_THREADS"), made.get("MKL_NUM_THREADS")
 
     assert threads(3) == ("2", "2")
@@ -141,7 +142,7 @@ def test_workers_keep_freed_memory_unless_the_user_set_the_allocator(monkeypatch
         monkeypatch.delenv(name, raising=False)
 
     def allocator() -> list[str | None]:
-        made = environment.worker_environment(0, 2, address=("127.0.0.1", 1), run_id="x")
+        made = processes.worker_environment(0, 2, address=("127.0.0.1", 1), run_id="x")
         return [made.get(name) for name in names]
 
     assert allocator() == [str(32 << 20), str(1 << 30)]
@@ -154,7 +155,7 @@ def test_workers_keep_freed_memory_unless_the_user_set_the_allocator(monkeypatch
 def test_a_run_inside_a_worker_of_another_run_belongs_to_both(monkeypatch):
     monkeypatch.setenv("UNISONO_RUN", "outer")
     monkeypatch.setenv("UNISONO_SHM_FD", "99")
-    made = environment.worker_environment(1, 2, address=("127.0.0.1", 1), run_id="inner")
+    made = processes.worker_environment(1, 2, address=("127.0.0.1", 1), run_id="inner")
     assert made["UNISONO_RUN"] == "outer:inner"
     assert "UNISONO_SHM_FD" not in made
 
@@ -167,6 +168,18 @@ def test_ones_own_group_may_be_among_the_supplementary_ones_or_not(monkeypatch):
         contexts.append(fork_context.process_context())
     assert contexts[0] == contexts[1]
     assert fork_context.find_difference(contexts[0], contexts[2]) == "users and groups"
+
+
+def test_a_fork_server_that_is_slow_is_not_taken_for_the_end_of_a_jobs_time(monkeypatch):
+    monkeypatch.setattr(forks, "_ANSWER_S", 0.01)
+    ours, theirs = LocalChannel.pair()
+    starter, command = forks.ForkStarter(ours), processes.Command(["train.py"], {})
+    with pytest.raises(RuntimeError, match=r"has not answered for 0\.01 s; UNISONO_WARM=0"):
+        starter.fork(command, None)
+    with pytest.raises(TimeoutError):
+        starter.fork(command, 0.001)
+    starter.close()
+    theirs.close()
 
 
 @pytest.mark.parametrize(

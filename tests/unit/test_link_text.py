@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.launchers.runtime.link_text import Link, LinkError, parse_link, parse_links, write_links
+from unisono.launchers.runtime.link_emulation import Link, LinkError, parse_link, parse_links, write_links
 
 
 @pytest.mark.parametrize(

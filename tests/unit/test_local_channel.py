@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launchers.runtime.event_loop import EventLoop
-from unisono.launchers.runtime.local_channel import PACKET_BYTES, LocalChannel
+from unisono.launchers.runtime.local_channel import PACKET_BYTES, EventLoop, LocalChannel
 
 
 @pytest.fixture

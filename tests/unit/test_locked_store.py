@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 
 from hostile_ports import draw_attack, knock, record, visit
-from unisono.launchers.runtime import channel_server, store_server
-from unisono.launchers.runtime.channel import connect_once
-from unisono.launchers.runtime.place import Place
-from unisono.launchers.runtime.secret import read_store_secret
-from unisono.launchers.runtime.store_messages import LONGEST_MESSAGE
-from unisono.launchers.runtime.store_server import StoreServer
+from unisono.launchers.runtime import channel, store_server
+from unisono.launchers.runtime.channel import connect_once, read_store_secret
+from unisono.launchers.runtime.launch_env import Place
+from unisono.launchers.runtime.store_server import LONGEST_MESSAGE, StoreServer
 from unisono.world import PeerLost, locked_store, stores
 from unisono.world.locked_store import LockedStore
 
@@ -174,7 +172,7 @@ def test_the_same_strangers_are_let_in_where_nobody_asks_for_a_secret(monkeypatc
 
 
 def test_who_does_not_prove_itself_in_time_is_put_out(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_server, "GREETING_S", 0.2)
+    monkeypatch.setattr(channel, "GREETING_S", 0.2)
     store = open_store(server)
     with socket.create_connection(server.address, timeout=60) as slow:
         slow.sendall(b"x" * 20)
@@ -186,7 +184,7 @@ def test_who_does_not_prove_itself_in_time_is_put_out(server: StoreServer, monke
 def test_strangers_drive_out_strangers_and_not_the_workers(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_server, "MOST_UNPROVEN", 4)
+    monkeypatch.setattr(channel, "MOST_UNPROVEN", 4)
     store = open_store(server)
     held = [socket.create_connection(server.address, timeout=60) for _ in range(12)]
     for sock in held[:8]:

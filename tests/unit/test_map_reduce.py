@@ -14,7 +14,7 @@ import scipy.sparse
 import torch
 
 import unisono as un
-from unisono.launchers.engines.pickled import Packed
+from unisono.launchers.engines.engine import Packed
 from unisono.tables.map_reduce import MapReduce, mapreduce, run, spark
 from unisono.tables.map_reduce.worker_data import SharedArray, open_shared, share_arrays, split
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from unisono.launchers.elastic_local import LocalElastic
+from unisono.launchers.elastic import LocalElastic
 from unisono.launchers.failures import Failure
 from unisono.launchers.job import ElasticSettings, Job
-from unisono.launchers.local_worker import LocalWorker
 from unisono.launchers.runtime import membership
-from unisono.launchers.runtime.event_loop import EventLoop
-from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.local_channel import EventLoop, LocalChannel
 from unisono.launchers.runtime.status import StatusPage
+from unisono.launchers.supervisor import Supervisor
+from unisono.launchers.workers import LocalWorker
 
 
 class Process:
@@ -45,10 +45,10 @@ class Run:
         self.let_go = lambda _: None
         self.debugger: Any = SimpleNamespace(is_paused=False)
         self.job = Job(["train.py"], workers)
-        self.members = LocalElastic(ElasticSettings(1, 3), self)
+        self.members = self.elastic = LocalElastic(ElasticSettings(1, 3), self)
         for place in range(workers):
             self.start_worker(place)
-        self.members.begin()
+        self.members.coordinator.begin(list(self.members.connections))
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -56,9 +56,7 @@ class Run:
     def start_worker(self, place: int) -> None:
         fd = self.members.open_connection()[membership.VARIABLE]
         process = Process(1000 + len(self.workers), fd)
-        self.workers.append(
-            LocalWorker(rank=place, host="", pid=process.pid, process=process, page=self.page, report_fd=-1)
-        )
+        self.workers.append(LocalWorker(rank=place, host="", pid=process.pid, process=process, page=self.page))
         self.members.add_started(self.workers[-1])
 
     def act(self) -> bool:
@@ -89,7 +87,7 @@ class Run:
         self.members.on_end(child)
 
     def ask(self, workers: int) -> None:
-        self.members.scaling.answer({"do": "scale", "workers": workers})
+        Supervisor.answer(self, {"do": "scale", "workers": workers})
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.local_channel import LocalChannel
 from unisono.launchers.runtime.membership import HostsMembership, ResultLog, cut_entries, join_entries
-from unisono.launchers.runtime.memfd import anonymous_file
 from unisono.world.transports import PeerLost, Transport
 from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.interruption import InterruptibleStore, Interruption

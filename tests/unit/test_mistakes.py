@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import unisono as un
 from torch_groups import leave_group
-from unisono.launchers.runtime.exit_status import describe_ending, describe_failure, note_ending
+from unisono.launchers.runtime.status import describe_ending, describe_failure, note_ending
 from unisono.world import rendezvous
 
 SAME_SAMPLES = "the ranks train on the same samples"
@@ -164,7 +164,7 @@ def test_an_error_that_was_not_called_by_a_program_of_the_user_keeps_its_text() 
 
 
 def test_how_a_program_ends_is_put_into_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.launchers.runtime.exit_status._noted", "")
+    monkeypatch.setattr("unisono.launchers.runtime.status._noted", "")
     monkeypatch.setattr("unisono.launchers.runtime.status._step", 7)
     assert describe_ending().startswith("has ended its program at ")
     assert describe_ending().endswith(", after step 7")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.launchers.meeting_page import OfferedPage, open_page
+from unisono.launchers.meeting import OfferedPage, open_page
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are Linux's anonymous memory")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.cli.command_line import main
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.runtime.link_emulation import Link
 from unisono.predict.rehearsal.differences import Observed, Verdict, judge
 from unisono.predict.rehearsal.dry import DryRequest, DryResult, rehearse
 from unisono.predict.rehearsal.dry_report import write_dry_report

@@ -423,7 +423,7 @@ def test_the_oldest_runs_are_removed_but_none_that_goes_on(tmp_path: Path, monke
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(run_folder, "MOST_RUNS", 3)
     place = tmp_path / "unisono" / "runs"
-    mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder._find_start(os.getpid())}
+    mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder.read_start(os.getpid())}
     mine["boot"] = run_folder._find_boot()
     make_run(place / "running", started=1.0, ended=None, outcome=None, **mine)
     for i in range(4):
@@ -449,7 +449,7 @@ def test_one_large_run_is_removed_without_the_older_ones(tmp_path: Path, monkeyp
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(run_folder, "MOST_BYTES", 60_000)
     place = tmp_path / "unisono" / "runs"
-    mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder._find_start(os.getpid())}
+    mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder.read_start(os.getpid())}
     mine["boot"] = run_folder._find_boot()
     make_run(place / "running", started=30.0, ended=None, outcome=None, **mine)
     for i in range(4):
@@ -504,7 +504,7 @@ def test_a_folder_that_vanishes_is_said_once(runs: Path) -> None:
 
 
 def test_a_run_whose_launcher_is_gone_does_not_run_any_more(tmp_path: Path) -> None:
-    mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder._find_start(os.getpid())}
+    mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder.read_start(os.getpid())}
     mine |= {"boot": run_folder._find_boot(), "started": time.time(), "ended": None}
     assert run_folder.is_running(mine) is True
     assert run_folder.is_running({**mine, "launcher_start": 1}) is False  # another process has its number

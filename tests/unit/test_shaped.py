@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.launchers.runtime.link_emulation import FRAMED, Wire
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.runtime.link_emulation import FRAMED, Link, Wire
 from unisono.world.transports import Transport
 from unisono.world.transports.shaped import ShapedTransport
 from unisono.world.transports.threads import Hub, ThreadTransport

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import unisono as un
-from unisono.launchers.runtime.processor_wait import ProcessorWait
+from unisono.launchers.runtime.machine import ProcessorWait
 from unisono.world import World, join, links
 from unisono.world import straggler_watch as watch_module
 from unisono.world import stragglers as module
@@ -409,11 +409,11 @@ def test_two_hosts_or_shared_memory_are_not_measured() -> None:
 
 
 def test_time_without_a_core_is_what_the_system_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from unisono.launchers.runtime import processor_wait
+    from unisono.launchers.runtime import machine
 
     monkeypatch.undo()
-    monkeypatch.setattr(processor_wait, "_TASKS", tmp_path)
-    monkeypatch.setattr(processor_wait, "_read_steal", lambda: (0, 0))
+    monkeypatch.setattr(machine, "_TASKS", tmp_path)
+    monkeypatch.setattr(machine, "_read_steal", lambda: (0, 0))
     (tmp_path / "7").mkdir()
     (tmp_path / "8").mkdir()
     (tmp_path / "7" / "schedstat").write_text("5000 1000 3\n")

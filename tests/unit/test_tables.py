@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.launchers.table_files import TableFiles, write_listing
+from unisono.launchers.runtime.table_part import TableFiles, write_listing
 from unisono.training.data.tables import TablePart, count_prefix, select_batches
 
 COUNTS = [[5], [3, 3], [7, 1], [1, 1, 9], [4, 4, 4, 1]]

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import unisono as un
 from unisono import World, run_threads
-from unisono.launchers.runtime.processor_wait import ProcessorWait
+from unisono.launchers.runtime.machine import ProcessorWait
 from unisono.world import straggler_watch
 from unisono.world.ledger import Ledger
 from unisono.world.links import LinkProbe

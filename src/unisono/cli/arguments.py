@@ -9,12 +9,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from unisono.launchers.runtime.local_path import local_path
+from unisono.launchers.runtime.files import local_path
 from unisono.units import parse_duration
 
 __all__ = [
+    "Command",
     "MethodsAction",
     "add_methods_option",
     "check_program",
@@ -25,6 +26,15 @@ __all__ = [
     "parse_seconds",
     "take_behind",
 ]
+
+
+class Command(NamedTuple):
+    """A command: the texts before and after the options in its help, and what adds its arguments and runs it."""
+
+    description: str
+    epilog: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, argparse.ArgumentParser], int]  # gives the exit status
 
 
 class MethodsAction(argparse.Action):
@@ -98,14 +108,20 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 def take_behind(
     add_options: Callable[[argparse.ArgumentParser], None], options: argparse.Namespace
-) -> tuple[argparse.Namespace, list[str]]:
-    """Our options among what follows the program's name, up to a --; and the rest, which is the program's own."""
+) -> tuple[list[str], list[str]]:
+    """Put our options among what follows the program's name, up to a --, into `options`.
+
+    Returns the names of our options, and the rest of what follows, which is the program's own.
+    """
     behind: list[str] = options.arguments
     cut = behind.index("--") if "--" in behind else len(behind)
     parser = argparse.ArgumentParser(prog=options.parser.prog, add_help=False, allow_abbrev=False)
     add_options(parser)
     found, rest = parser.parse_known_args(behind[:cut])
-    return found, [*rest, *behind[cut + 1 :]]
+    for name, value in vars(found).items():
+        if value is not None:
+            setattr(options, name, value)
+    return list(vars(found)), [*rest, *behind[cut + 1 :]]
 
 
 def find_only_run(how_to_say: str, *, elastic: bool = False) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.cli.arguments import (
+    Command,
     add_methods_option,
     check_program,
     parse_count,
@@ -25,15 +26,15 @@ from unisono.units import show_duration
 if TYPE_CHECKING:
     from unisono.predict.compare.runs import Progress, Request
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS"]
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 Run a script under several methods, one after the other, and compare what each of them costs and reaches.
 
 The script needs no change: the method that it gives to un.parallel is replaced, its losses are those that it calls
 backward on, its samples those of un.shard. One worker is run too, as the base of speed-ups.
 """
-EPILOG = """\
+_EPILOG = """\
 Options may also follow the script; what follows a -- is the script's own in any case.
 
 methods
@@ -58,8 +59,7 @@ and runs/ each run's output. See docs/compare.md.
 _DEFAULT_STEPS = 200
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `compare`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in `python -m`")
     _add_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the script (a module's name with -m)")
@@ -105,12 +105,11 @@ def _parse_target(text: str) -> float:
 # Running -------------------------------------------------------------------------------------------------------------
 
 
-def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run `compare`; gives the exit status."""
+def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.program is None:
         parser.error("no script given; as in: unisono compare train.py --strategies allreduce,powersgd")
     check_program(options.program, parser, module=options.module)
-    own = _take_own_options(options)
+    _, own = take_behind(_add_options, options)
     if not options.strategies:
         parser.error("no methods given; as in: --strategies allreduce,powersgd,torch:ddp")
     request = _read_request(options, own)
@@ -151,15 +150,6 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 130 if interrupted else 1 if all(row.failed for row in found.rows) else 0
 
 
-def _take_own_options(options: argparse.Namespace) -> list[str]:
-    """Our options from behind the script's name; gives the arguments that are the script's own."""
-    found, own = take_behind(_add_options, options)
-    for name, value in vars(found).items():
-        if value is not None:
-            setattr(options, name, value)
-    return own
-
-
 def _read_request(options: argparse.Namespace, own: list[str]) -> Request:
     from unisono.predict.compare.runs import Request
 
@@ -184,7 +174,7 @@ def _read_request(options: argparse.Namespace, own: list[str]) -> Request:
 
 def _check_methods(request: Request, parser: argparse.ArgumentParser) -> None:
     """Refuse what cannot be built or parsed, before anything is started."""
-    from unisono.launchers.runtime.link_text import parse_links
+    from unisono.launchers.runtime.link_emulation import parse_links
     from unisono.methods.spec import build
 
     try:
@@ -225,3 +215,6 @@ class _ProgressLine:
         """Remove the line from the terminal."""
         if self._live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+COMMANDS = {"compare": Command(_DESCRIPTION, _EPILOG, _add_arguments, _run)}

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DESCRIPTION", "EPILOG", "SHELLS", "Command", "Option", "Values", "add_arguments", "read_commands", "run"]
+from unisono.cli.arguments import Command
 
-DESCRIPTION = """\
+__all__ = ["COMMANDS", "SHELLS", "Option", "ShownCommand", "Values", "read_commands"]
+
+_DESCRIPTION = """\
 Print a script that completes the command line of unisono.
 """
-EPILOG = """\
+_EPILOG = """\
 The script knows commands, options, their values, strategies, files and the
 names of recorded runs. One line in the start-up file of the shell:
 
@@ -48,7 +50,7 @@ class Option(NamedTuple):
     values: Values | None
 
 
-class Command(NamedTuple):
+class ShownCommand(NamedTuple):
     """A command, with its options and its positional arguments."""
 
     name: str
@@ -57,13 +59,11 @@ class Command(NamedTuple):
     places: Sequence[Values]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `completion`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=sorted(SHELLS), help="which shell the script is for")
 
 
-def run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    """Run `completion`; gives the exit status."""
+def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     from unisono.cli.command_line import make_parser
 
     print(SHELLS[options.shell](read_commands(make_parser())), end="")
@@ -73,21 +73,21 @@ def run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 # The parsers, read ----------------------------------------------------------------------------------------------------
 
 
-def read_commands(parser: argparse.ArgumentParser) -> list[Command]:
+def read_commands(parser: argparse.ArgumentParser) -> list[ShownCommand]:
     """All commands of the command line, read from its parser."""
     [chosen] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     said = {choice.dest: choice.help or "" for choice in chosen._choices_actions}
     return [_read_command(name, said[name], each) for name, each in chosen.choices.items()]
 
 
-def _read_command(name: str, said: str, parser: argparse.ArgumentParser) -> Command:
+def _read_command(name: str, said: str, parser: argparse.ArgumentParser) -> ShownCommand:
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     options = [
         Option(action.option_strings, _shorten(action, parser), None if action.nargs == 0 else _read_values(action))
         for action in shown
         if action.option_strings
     ]
-    return Command(name, said, options, [_read_values(action) for action in shown if not action.option_strings])
+    return ShownCommand(name, said, options, [_read_values(action) for action in shown if not action.option_strings])
 
 
 def _shorten(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
@@ -122,7 +122,7 @@ def _list_strategies() -> list[str]:
 # bash -----------------------------------------------------------------------------------------------------------------
 
 
-def _write_bash(commands: Sequence[Command]) -> str:
+def _write_bash(commands: Sequence[ShownCommand]) -> str:
     names = " ".join(command.name for command in commands)
     cases = "\n".join(line for command in commands for line in _write_bash_cases(command))
     return f"""\
@@ -161,7 +161,7 @@ complete -F _unisono unisono
 """
 
 
-def _write_bash_cases(command: Command) -> Iterator[str]:
+def _write_bash_cases(command: ShownCommand) -> Iterator[str]:
     def write(pattern: str, values: Values) -> str:
         what = f"kind={values.kind}"
         if values.kind in ("words", "any"):
@@ -179,7 +179,7 @@ def _write_bash_cases(command: Command) -> Iterator[str]:
 # zsh ------------------------------------------------------------------------------------------------------------------
 
 
-def _write_zsh(commands: Sequence[Command]) -> str:
+def _write_zsh(commands: Sequence[ShownCommand]) -> str:
     listed = "\n".join(f"            {shlex.quote(f'{_escape(c.name)}:{_escape(c.help)}')}" for c in commands)
     cases = "\n".join(_write_zsh_case(command) for command in commands)
     return f"""\
@@ -212,7 +212,7 @@ compdef _unisono unisono
 """
 
 
-def _write_zsh_case(command: Command) -> str:
+def _write_zsh_case(command: ShownCommand) -> str:
     arguments = []
     for option in command.options:
         value = "" if option.values is None else f":value:{_act_in_zsh(option.values)}"
@@ -237,7 +237,7 @@ def _escape(text: str) -> str:
 # fish -----------------------------------------------------------------------------------------------------------------
 
 
-def _write_fish(commands: Sequence[Command]) -> str:
+def _write_fish(commands: Sequence[ShownCommand]) -> str:
     lines = [
         "# Completion of unisono for fish: unisono completion fish | source",
         "function __unisono_runs",
@@ -283,4 +283,11 @@ def _quote_fish(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-SHELLS: dict[str, Callable[[Sequence[Command]], str]] = {"bash": _write_bash, "zsh": _write_zsh, "fish": _write_fish}
+SHELLS: dict[str, Callable[[Sequence[ShownCommand]], str]] = {
+    "bash": _write_bash,
+    "zsh": _write_zsh,
+    "fish": _write_fish,
+}
+
+
+COMMANDS = {"completion": Command(_DESCRIPTION, _EPILOG, _add_arguments, _run)}

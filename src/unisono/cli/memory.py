@@ -7,17 +7,17 @@ import math
 import sys
 from typing import Any
 
-from unisono.cli.arguments import check_program, parse_count, parse_mesh, take_behind
+from unisono.cli.arguments import Command, check_program, parse_count, parse_mesh, take_behind
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS"]
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 What each worker of a program will need, for every stage and placement of zero, then the settings that fit.
 
 The program runs up to its first optimizer step, on parameters without memory; nothing is trained or exchanged, but what
 it does before is done (its data is read, its folders are made). What it prints goes to standard error.
 """
-EPILOG = """\
+_EPILOG = """\
 Long options may also follow the program; what follows a -- is the program's in any case.
 Sizes: 24GiB (powers of 1024), 500MB (powers of 1000), or bytes. What is not given is this machine's; without a GPU
 and --device-memory, the workers compute in the host's memory. The exit status is 3 where nothing fits.
@@ -29,8 +29,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `memory`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
     _add_sizes(parser, "-n")
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
@@ -51,12 +50,15 @@ def _add_sizes(parser: argparse.ArgumentParser, *short: str) -> None:
     add("--disk", metavar="SIZE|DIR", help="room on a host's disk, or a folder on that disk")
 
 
-def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run `memory`; gives the exit status."""
+def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.program is None:
         parser.error("no program given; as in: unisono memory train.py --workers 2")
     check_program(options.program, parser, module=options.module)
-    sizes, arguments = _split_sizes(options)
+    names, arguments = take_behind(_add_sizes, options)
+    sizes: dict[str, Any] = {name: getattr(options, name) for name in names}
+    mesh: dict[str, int] = sizes["mesh"] or {}
+    sizes["workers"] = sizes["workers"] or (math.prod(mesh.values()) if all(n > 0 for n in mesh.values()) else 1)
+    sizes["schedule"] = sizes["schedule"] or "1F1B"
 
     from unisono.predict.footprint.script import ScriptError, predict_for_script
 
@@ -71,11 +73,4 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0 if report.fits() else 3
 
 
-def _split_sizes(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Our options from before and after the program's name, and the arguments that are the program's own."""
-    found, own = take_behind(_add_sizes, options)
-    sizes = {k: v if v is not None else getattr(options, k) for k, v in vars(found).items()}
-    mesh: dict[str, int] = sizes["mesh"] or {}
-    sizes["workers"] = sizes["workers"] or (math.prod(mesh.values()) if all(n > 0 for n in mesh.values()) else 1)
-    sizes["schedule"] = sizes["schedule"] or "1F1B"
-    return sizes, own
+COMMANDS = {"memory": Command(_DESCRIPTION, _EPILOG, _add_arguments, _run)}

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli import run as run_workers
+from unisono.cli.arguments import Command
 from unisono.launchers.runtime.variables import name_observer
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS"]
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 Find the method that trains a program fastest on these workers and this network, without trying all of them.
 
 The program is started in N workers as by `unisono run`, with its options for that, and is ended when all is measured:
@@ -29,7 +30,7 @@ predicted. Nothing is saved, and the program's model is of no use afterwards.
 Ranked are methods that train like all-reduce: exactly, rounded, or compressed so that what is left out is made up for.
 Others (local steps, gossip, ...) are listed below them. See docs/planning.md.
 """
-EPILOG = """\
+_EPILOG = """\
 examples:
   unisono plan -n 4 train.py --epochs 3
   unisono plan --verify -n 4 train.py
@@ -45,8 +46,7 @@ _GRADES = ("exact", "rounded", "compressed", "other")
 _TIMES_VERIFIED = 3
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `plan`, with all of `run`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     run_workers.add_arguments(parser)
     _hide_options(parser)
     group = parser.add_argument_group("the plan")
@@ -106,8 +106,7 @@ def _parse_grades(text: str) -> list[str]:
     return grades
 
 
-def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run `plan`; gives the exit status."""
+def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.program is None:
         parser.error("no program given; as in: unisono plan -n 2 train.py")
     _refuse_options(options, parser)
@@ -160,3 +159,6 @@ def _show(found: dict[str, Any], options: argparse.Namespace) -> int:
     if options.json:
         Path(options.json).write_text(json.dumps(plan_to_dict(measured, choice), indent=1))
     return 0 if choice.ranked or choice.others else 1
+
+
+COMMANDS = {"plan": Command(_DESCRIPTION, _EPILOG, _add_arguments, _run)}

@@ -62,7 +62,7 @@ def rehearse(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 def _run_dry(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from unisono.launchers.runtime.link_text import parse_link
+    from unisono.launchers.runtime.link_emulation import parse_link
     from unisono.predict.rehearsal.dry import DryRequest
     from unisono.predict.rehearsal.dry import rehearse as run_dry
     from unisono.predict.rehearsal.dry_report import write_dry_report

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import rehearsal
-from unisono.cli.arguments import add_methods_option, check_program, parse_count, parse_folder, parse_seconds
-from unisono.cli.strategy_option import check_strategy
-from unisono.cli.watch import add_page_options, show_page
+from unisono.cli.arguments import Command, add_methods_option, check_program, parse_count, parse_folder, parse_seconds
+from unisono.cli.methods import check_strategy
+from unisono.cli.under_way import add_page_options, show_page
 from unisono.launchers import on
 from unisono.launchers.job import Adapt, ElasticSettings, Job
 from unisono.launchers.output import FOLDER
@@ -28,9 +28,9 @@ from unisono.launchers.runtime.run_folder import RunFolder, find_runs_folder
 if TYPE_CHECKING:
     from unisono.launchers.engines.engine import Engine
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS", "add_arguments", "run"]
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, Ray, Spark, torchrun, ssh to hosts.
 With --hosts 4 --net 100mbit they run on emulated hosts of this machine, with links as slow as asked for (docs/lab.md).
 
@@ -45,7 +45,7 @@ SIGTERM stops it too; but workers that use un.Trainer with a checkpoint folder, 
 after the same step. They have --grace for it, the exit status is 143, and the same command goes on from there. A second
 SIGTERM stops everything.
 """
-EPILOG = """\
+_EPILOG = """\
 output:
   auto     one worker: as it is. Several: lines with the rank in front, "[1] loss 0.31"; on a terminal rank 0 writes
            directly and without a prefix, so that a progress bar works
@@ -200,49 +200,36 @@ def _recorded(options: argparse.Namespace, job: Job) -> Iterator[Job]:
 
     Runs that measure something (`unisono plan`, `compare`) have an observer, and are not recorded.
     """
-    wanted = options.record and not options.script and not options.submit and "UNISONO_OBSERVER" not in os.environ
-    if not wanted or (options.run_dir is None and find_runs_folder() is None):
-        with show_page(options, None):
-            yield job
+    if options.script or options.submit:
+        yield job
         return
-    record = RunFolder.create(
-        job.program,
-        folder=options.run_dir,
-        workers=job.workers,
-        command=["unisono", *sys.argv[1:]],
-        engine=options.on,
-        **({} if job.elastic is None else {"least": job.elastic.least, "most": job.elastic.most}),
-    )
-    if record is None:
-        with show_page(options, None):
-            yield job
-        return
+    record = None
+    wanted = options.record and "UNISONO_OBSERVER" not in os.environ
+    if wanted and (options.run_dir is not None or find_runs_folder() is not None):
+        record = RunFolder.create(
+            job.program,
+            folder=options.run_dir,
+            workers=job.workers,
+            command=["unisono", *sys.argv[1:]],
+            engine=options.on,
+            **({} if job.elastic is None else {"least": job.elastic.least, "most": job.elastic.most}),
+        )
     with show_page(options, record):
+        if record is None:
+            yield job
+            return
+        feeding = None  # the process that hands metrics on, until the record says that the run has ended
         try:
-            with _fed(record, options.log):
-                yield dataclasses.replace(job, record=record)
-        finally:
-            record.close(keep=options.run_dir is not None)
+            if options.log:
+                from unisono.observe.runs.feeding import start_feeding, stop_feeding
 
-
-@contextlib.contextmanager
-def _fed(record: RunFolder, asked: str) -> Iterator[None]:
-    """Metrics are handed on to what was asked for, until the run has ended and its record says so."""
-    if not asked:
-        try:
-            yield
+                feeding = start_feeding(record.path, options.log)
+            yield dataclasses.replace(job, record=record)
         finally:
             record.end()
-        return
-    from unisono.observe.runs.feeding import start_feeding, stop_feeding
-
-    feeding = start_feeding(record.path, asked)
-    try:
-        yield
-    finally:
-        record.end()
-        if feeding is not None:
-            stop_feeding(feeding)
+            if feeding is not None:
+                stop_feeding(feeding)
+            record.close(keep=options.run_dir is not None)
 
 
 def _check_log(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -366,6 +353,10 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+# Options that a job script has in lines for sbatch, or in a place of its own, or not at all.
+_NOT_REPEATED = ("workers", "module", "on", "hosts", "options", "python", "methods", "script", "submit")
+
+
 def _add_record_options(parser: argparse.ArgumentParser) -> None:
     """Options that say where the run is recorded."""
     group = parser.add_argument_group("the record of the run (docs/reports.md)")
@@ -482,7 +473,7 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
     _check_faults(job, parser, max(engine.restarts, job.restarts))
     try:
         if options.script or options.submit:
-            return _write_script(engine, options, job)
+            return _write_script(engine, options, parser, job)
         return engine.run(job.program, job.workers, job=job)
     except KeyboardInterrupt:  # before the workers are started; from then on the run handles it
         print("unisono: interrupted (SIGINT) before the workers were started", file=sys.stderr)
@@ -496,7 +487,7 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
 
 def _check_faults(job: Job, parser: argparse.ArgumentParser, restarts: int = 0) -> None:
     """End with an error where the fault script cannot be read, or cannot happen in this run."""
-    from unisono.launchers.fault_report import read_faults
+    from unisono.launchers.failures import read_faults
 
     try:
         read_faults(job.faults, job.places, restarts=restarts)
@@ -504,27 +495,22 @@ def _check_faults(job: Job, parser: argparse.ArgumentParser, restarts: int = 0) 
         parser.error(str(error))
 
 
-def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
+def _list_given(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """The options that were given and that `unisono run` in a job script needs too."""
+    words = ["--methods", methods] if (methods := os.environ.get("UNISONO_METHODS")) else []
+    for action in parser._actions:
+        value = getattr(options, action.dest, None)
+        if action.option_strings and action.dest not in _NOT_REPEATED and value not in (None, "", action.default):
+            words += [action.option_strings[-1], *([] if action.nargs == 0 else [str(value)])]
+    return words
+
+
+def _write_script(engine: Engine, options: argparse.Namespace, parser: argparse.ArgumentParser, job: Job) -> int:
     from unisono.launchers.engines.slurm import Slurm, job_script, submit
 
     assert isinstance(engine, Slurm)
-    more: dict[str, object] = {"--threads": job.threads, "--output": None if job.output == "auto" else job.output}
-    more["--grace"] = None if job.grace_s == Job.grace_s else f"{job.grace_s:g}"
-    more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
-    more["--faults"], more["--strategy"] = job.faults, options.strategy
-    more["--methods"] = os.environ.get("UNISONO_METHODS") or None
-    more["--run-dir"], more["--log"] = options.run_dir, options.log or None
-    least = None
-    if job.elastic is not None:
-        least = job.elastic.least
-        more["--heartbeat"], more["--deadline"] = job.elastic.heartbeat_s, job.elastic.stuck_s
-        more["--patience"] = job.elastic.patience_s
-        if job.elastic.adapt is not None:
-            more["--target"], more["--window"] = job.elastic.adapt.target, job.elastic.adapt.window_s
-    run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
-    run_options += [f"--{name}" for name in ("balance", "adapt", "pdb", "warm") if getattr(options, name)]
-    run_options += [] if options.record else ["--no-record"]
-    text = job_script(engine, job.program, job.places, least=least, run_options=run_options)
+    least = None if job.elastic is None else job.elastic.least
+    text = job_script(engine, job.program, job.places, least=least, run_options=_list_given(options, parser))
     if options.script:
         path = Path(options.script)
         try:
@@ -537,3 +523,6 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
     else:
         print(f"{options.script} is written; submit it with: sbatch {shlex.quote(options.script)}")
     return 0
+
+
+COMMANDS = {"run": Command(_DESCRIPTION, _EPILOG, add_arguments, run)}

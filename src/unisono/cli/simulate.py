@@ -8,23 +8,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import parse_count
+from unisono.cli.arguments import Command, parse_count
 
 if TYPE_CHECKING:
     from unisono.predict.simulation.cluster import Cluster
     from unisono.predict.simulation.methods import Method
     from unisono.predict.simulation.plan_file import Plan
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS"]
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 How methods scale on a cluster that you describe: step time, speed-up and what limits it, by number of workers; where
 each method stops scaling, which is best where, and what to buy next. Nothing is trained.
 
 A step comes from a plan (unisono plan train.py --json plan.json), or from --parameters and --compute; what a method
 sends is found by running its own code as one rank of many.
 """
-EPILOG = """\
+_EPILOG = """\
 examples:
   unisono simulate --parameters 25M --compute 0.1s --net 10gbit,0.1ms --workers-per-host 8
   unisono simulate --plan plan.json --workers 8,64,512,4096 --net 1gbit,0.1ms --plot scale.png
@@ -36,8 +36,7 @@ The page docs/simulation.md says what is assumed.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `simulate`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_step(parser)
     _add_cluster(parser)
     _add_accidents(parser)
@@ -101,8 +100,7 @@ def _add_accidents(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--checkpoint", metavar="TIME", default="5s", help="that one takes; default: 5s")
 
 
-def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run `simulate`; gives the exit status."""
+def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.plan is None and (options.parameters is None or options.compute is None):
         parser.error("no step to simulate: give --plan plan.json, or --parameters 25M --compute 0.1s")
     if options.plan is not None and (options.parameters is not None or options.compute is not None):
@@ -219,7 +217,7 @@ def _read_cluster(options: argparse.Namespace, plan: Plan | None) -> Cluster:
 
 
 def _read_link(text: str, name: str) -> tuple[float, float]:
-    from unisono.launchers.runtime.link_text import parse_link
+    from unisono.launchers.runtime.link_emulation import parse_link
 
     try:
         link = parse_link(text)
@@ -228,3 +226,6 @@ def _read_link(text: str, name: str) -> tuple[float, float]:
     if link.bits_per_s is None:
         raise ValueError(f"{name}: got {text!r} without a rate; expected such as 10gbit,0.1ms")
     return link.latency_s, link.bits_per_s
+
+
+COMMANDS = {"simulate": Command(_DESCRIPTION, _EPILOG, _add_arguments, _run)}

@@ -64,30 +64,11 @@ def launch(
     if not isinstance(args, Sequence) or isinstance(args, str) or not isinstance(kwargs, Mapping | None):
         raise TypeError(f"launch: got args={args!r}, kwargs={kwargs!r}; expected a tuple and a dict, as in args=(0.1,)")
 
-    if on is not None:
-        from unisono.launchers.engines.engine import Engine
+    settings: dict[str, Any] = {"threads": threads, "output": output, "timeout_s": timeout_s, "faults": faults}
+    if on is None:
+        return run_function(fn, workers, tuple(args), dict(kwargs or {}), least=least, **settings)
+    from unisono.launchers.engines.engine import Engine
 
-        if not isinstance(on, Engine):
-            raise TypeError(f"launch: got on={on!r}; expected an engine of un.on, such as un.on.mpi()")
-        return on.call(
-            fn,
-            workers,
-            tuple(args),
-            kwargs,
-            threads=threads,
-            output=output,
-            timeout_s=timeout_s,
-            faults=faults,
-            least=least,
-        )
-    return run_function(
-        fn,
-        workers,
-        tuple(args),
-        dict(kwargs or {}),
-        threads=threads,
-        output=output,
-        timeout_s=timeout_s,
-        faults=faults,
-        least=least,
-    )
+    if not isinstance(on, Engine):
+        raise TypeError(f"launch: got on={on!r}; expected an engine of un.on, such as un.on.mpi()")
+    return on.call(fn, workers, tuple(args), kwargs, least=least, **settings)

@@ -1,25 +1,36 @@
 """Workers that come and go: those that are lost are replaced, others are taken in and let go.
 
 coordinator.py decides; this file keeps track of the workers and carries the decisions out. How a worker is started,
-reached and ended is up to the run: elastic_local.py on this host, elastic_hosts.py on an engine.
+reached and ended is up to the run: LocalElastic on this host, over a channel to each worker whose other end is
+runtime/membership.py; elastic_hosts.py on an engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic
 
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
 from unisono.launchers.failures import Failure, Outcome, fail_run
 from unisono.launchers.job import ElasticSettings
+from unisono.launchers.runtime import membership
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.stacks import judge
 from unisono.launchers.scaling import Scaling
 from unisono.launchers.supervisor import Supervisor, W
+from unisono.launchers.workers import LocalWorker
 
-__all__ = ["LOOK_S", "ElasticSupervisor", "WorkerConnection"]
+if TYPE_CHECKING:
+    from unisono.launchers.local import LocalRun
+
+__all__ = ["LOOK_S", "ElasticSupervisor", "LocalElastic", "WorkerConnection"]
 
 LOOK_S = 0.25  # between two looks at heartbeats and steps
 
@@ -45,7 +56,7 @@ class ElasticSupervisor(ABC, Generic[W]):
     def __init__(self, settings: ElasticSettings, run: Supervisor[W]) -> None:
         self.settings, self._run = settings, run
         self.coordinator = Coordinator(run.job.workers, settings.least, patience_s=settings.patience_s)
-        self.scaling = Scaling(self.coordinator, settings, run.job.describe_program(), run.output.say)
+        self.scaling = Scaling(self.coordinator, settings, run.output.say)
         self.heartbeat_s = float(os.environ.get("UNISONO_HEARTBEAT_S", settings.heartbeat_s))
         self.connections: dict[int, WorkerConnection[W]] = {}
         self.step = -1  # the furthest that any worker has come
@@ -83,10 +94,6 @@ class ElasticSupervisor(ABC, Generic[W]):
     @abstractmethod
     def _retire(self, connection: WorkerConnection[W]) -> None:
         """Let go of a worker that has ended."""
-
-    @abstractmethod
-    def _describe_stack(self, worker: W) -> str:
-        """What a worker is doing, by its stacks; "" if it does not answer."""
 
     # -- what is decided -----------------------------------------------------------------------------------------------
 
@@ -197,6 +204,11 @@ class ElasticSupervisor(ABC, Generic[W]):
         )
         self._kill(connection)
 
+    def _describe_stack(self, worker: W) -> str:
+        """What a worker is doing, by its stacks; "" if it does not answer."""
+        stacks = [found for found in self._run.gather_stacks()[0] if found.rank == worker.rank]
+        return judge(stacks)[0] if stacks else ""
+
     def on_end(self, worker: W) -> bool:
         """A worker has ended. Before the first step the program is wrong, and the run ends as any other.
 
@@ -243,3 +255,146 @@ class ElasticSupervisor(ABC, Generic[W]):
         if why:
             return fail_run(why, self._losses, self.step, more=more)
         return Outcome(step=self.step, preempted=True) if self._have_saved else None
+
+
+# Workers of this host ------------------------------------------------------------------------------------------------
+
+
+LEAVE_S = 300.0  # that a process may take to end, when its program has ended well
+
+
+class LocalElastic(ElasticSupervisor[LocalWorker]):
+    """The elastic part of a run on this host."""
+
+    def __init__(self, settings: ElasticSettings, run: LocalRun) -> None:
+        super().__init__(settings, run)
+        self._local = run
+        self.look_s = LOOK_S if settings.adapt is None else min(LOOK_S, max(0.02, settings.adapt.window_s))
+        self._results = anonymous_file("unisono-results")
+        self._ends: tuple[LocalChannel, LocalChannel] | None = None  # to the worker that is being started
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a worker that is started now comes later than the first."""
+        return bool(self.coordinator.members)
+
+    def open_connection(self) -> dict[str, int]:
+        """The descriptors that the next worker is to inherit, beside those that all do."""
+        self._ends = LocalChannel.pair()
+        return {membership.VARIABLE: self._ends[1].fileno(), membership.LOG_VARIABLE: self._results}
+
+    def add_started(self, worker: LocalWorker | None) -> None:
+        """The worker that inherits the open connection has been started (None: could not be)."""
+        assert self._ends is not None
+        (ours, theirs), self._ends = self._ends, None
+        theirs.close()
+        if worker is None:
+            ours.close()
+            return
+        ours.set_timeout(0)
+        connection = self.add(worker, ours)
+        self._run.loop.watch(ours, partial(self._read, connection, ours))
+        if self.is_under_way:
+            self.coordinator.started(connection.number)
+
+    def environment(self, place: int) -> dict[str, str]:
+        """The variables of the next worker, beside those that all have."""
+        env = {"UNISONO_PLACE": str(place)}
+        if self.is_under_way:
+            size = len(self.coordinator.members)
+            env.update(RANK=str(size), WORLD_SIZE=str(size + 1), LOCAL_RANK=str(size), LOCAL_WORLD_SIZE=str(size + 1))
+            env[membership.JOINING] = "1"
+        return env
+
+    def _start(self, count: int) -> None:
+        """See ElasticSupervisor. One that leaves has its place until it has ended. Before the first step nobody is
+        started: a newcomer would not find what the others have done."""
+        taken = {connection.worker.rank for connection in self.connections.values()}
+        free = [place for place in range(self.settings.most) if place not in taken] if self.step >= 0 else []
+        for place in free[:count]:
+            self._local.page.clear(place)
+            self._local.start_worker(place)
+
+    # -- what a worker is told -----------------------------------------------------------------------------------------
+
+    def _request_regroup(self, generation: int) -> None:
+        self._local.page.request_regroup(generation)
+
+    def _open_meeting_page(self) -> tuple[int, ...]:
+        return (anonymous_file("unisono-meeting-page"),)
+
+    def _send(
+        self, connection: WorkerConnection[LocalWorker], message: dict[str, Any], fds: tuple[int, ...] = ()
+    ) -> None:
+        assert connection.channel is not None
+        with contextlib.suppress(OSError):  # it has died, and its end will be noticed
+            connection.channel.send(message, fds)
+
+    def _kill(self, connection: WorkerConnection[LocalWorker]) -> None:
+        connection.worker.send(signal.SIGKILL)
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def _read(self, connection: WorkerConnection[LocalWorker], channel: LocalChannel) -> None:
+        message, _ = channel.receive()
+        if message is None:
+            self._run.loop.forget(channel)
+        else:
+            self.on_message(connection, message)
+
+    def look(self, now: float) -> None:
+        """Note steps, and replace workers that stand still."""
+        self._note_step()
+        super().look(now)
+        if self.coordinator.members:
+            first = self.connections[self.coordinator.members[0]].worker.read_status()
+            self.scaling.look(first.step, first.step_at)
+        for connection in list(self.connections.values()):
+            left_at = connection.left_program_at
+            if left_at is not None and now - max(left_at, self.fresh_since) > LEAVE_S:
+                self._end_leaving(connection)
+            beat = connection.worker.read_status().heartbeat
+            self.check_heartbeat(connection, now - max(beat, self.fresh_since) if beat else 0.0)
+
+    def _end_leaving(self, connection: WorkerConnection[LocalWorker]) -> None:
+        """Its program has ended well: that its process does not end is no failure."""
+        worker = connection.worker
+        if not worker.is_overdue:
+            worker.is_overdue = True
+            self._run.output.say(
+                f"unisono: worker {worker.rank} (process {worker.pid}) has ended its program, but its process has not "
+                f"ended for {LEAVE_S:.0f} s since: {self._describe_stack(worker)}; it is killed, and counts as ended"
+            )
+            self._kill(connection)
+
+    def on_done(self, worker: LocalWorker) -> None:
+        """The program of a worker has ended well. Nobody waits for it any more, nor for its heartbeat: its process may
+        take long to end."""
+        connection = self.find(worker)
+        self._note_step()
+        if connection is not None and self.step >= 0:
+            connection.left_program_at = time.monotonic()
+            self.coordinator.ended(connection.number, well=True)
+
+    def _note_step(self) -> None:
+        for connection in self.connections.values():
+            self.advance(connection.worker.read_status().step)
+
+    def on_end(self, worker: LocalWorker) -> bool:
+        self._note_step()  # a step may have been made since the last look
+        return super().on_end(worker)
+
+    def _retire(self, connection: WorkerConnection[LocalWorker]) -> None:
+        assert connection.channel is not None
+        self._run.loop.forget(connection.channel)
+        connection.channel.close()
+        self._local.let_go(connection.worker)
+
+    def close(self) -> None:
+        """The run is over."""
+        for connection in self.connections.values():
+            if connection.channel is not None:
+                connection.channel.close()
+        os.close(self._results)

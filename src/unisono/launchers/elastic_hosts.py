@@ -24,9 +24,8 @@ from unisono.launchers.engine_run import EngineRun
 from unisono.launchers.engines.engine import Engine
 from unisono.launchers.failures import SETTLE_S, Outcome
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
-from unisono.launchers.remote_worker import RemoteWorker
 from unisono.launchers.runtime.channel import Channel, Frame
-from unisono.launchers.runtime.stack_text import judge
+from unisono.launchers.workers import RemoteWorker
 
 __all__ = ["ElasticHostsRun"]
 
@@ -51,7 +50,7 @@ class ElasticHostsRun(EngineRun):
         self._steps: dict[int, int] = {}  # by place
         self.returned: dict[int, bytes] = {}
         self._is_under_way = False
-        self._words = ""  # of the engine, if that has ended too
+        self.words = ""  # of the engine, if that has ended too
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -71,7 +70,6 @@ class ElasticHostsRun(EngineRun):
 
     @property
     def has_begun(self) -> bool:
-        """See EngineRun."""
         return self._is_under_way
 
     # -- watch ---------------------------------------------------------------------------------------------------------
@@ -103,7 +101,7 @@ class ElasticHostsRun(EngineRun):
             if isinstance(action, GiveUp):
                 self.elastic.given_up = action
         if self.elastic.given_up is not None and self._started is not None and self._started.poll():
-            self._words = self._started.words()
+            self.words = self._started.words()
 
     def _look(self, now: float) -> None:
         """Give agents a word now and then, and replace workers whose agents say nothing."""
@@ -147,7 +145,10 @@ class ElasticHostsRun(EngineRun):
             super()._on_frame(worker, frame)
             if connection is not None and is_beat:
                 self.note_step(worker)
-                self.elastic.on_beat(connection, message)
+                if connection.number in self.elastic.coordinator.members[:1]:
+                    step_at = time.monotonic() - float(message.get("step_age_s", 0.0))
+                    self.elastic.scaling.look(worker.read_status().step, step_at)
+                self.elastic.check_heartbeat(connection, float(message.get("silent_s", 0.0)))
 
     def note_step(self, worker: RemoteWorker) -> None:
         """Note the last step of a worker."""
@@ -189,13 +190,7 @@ class ElasticHostsRun(EngineRun):
         return [self.returned.get(place, b"") for place in range(self.job.places)]
 
     def find_step(self, rank: int) -> int | None:
-        """See Supervisor."""
         return self._steps.get(rank)
-
-    @property
-    def last_words(self) -> tuple[str, ...]:
-        """What the engine said, for the report of a run that could not go on."""
-        return tuple(f"  {self.engine.name}: {line}" for line in self._words.splitlines()[-3:])
 
 
 class _HostsElastic(ElasticSupervisor[RemoteWorker]):
@@ -263,14 +258,9 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
     def _kill(self, connection: WorkerConnection[RemoteWorker]) -> None:
         self._hosts.server.send(connection.worker.channel, kind="signal", number=int(signal.SIGKILL))
 
-    def _describe_stack(self, worker: RemoteWorker) -> str:
-        stack = next((found for found in self._run.gather_stacks()[0] if found.rank == worker.rank), None)
-        return judge([stack])[0] if stack is not None else ""
-
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def on_message(self, connection: WorkerConnection[RemoteWorker], message: dict[str, Any]) -> None:
-        """See ElasticSupervisor."""
         super().on_message(connection, message)
         if message["kind"] == "come" and connection.number in self.coordinator.members:
             worker = connection.worker
@@ -297,13 +287,6 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
             if len(connection.log) >= connection.log_bytes:
                 self._log = bytes(connection.log)
 
-    def on_beat(self, connection: WorkerConnection[RemoteWorker], message: dict[str, Any]) -> None:
-        """An agent tells how its worker stands."""
-        if connection.number in self.coordinator.members[:1]:
-            step = connection.worker.read_status().step
-            self.scaling.look(step, time.monotonic() - float(message.get("step_age_s", 0.0)))
-        self.check_heartbeat(connection, float(message.get("silent_s", 0.0)))
-
     def note_step(self, worker: RemoteWorker, step: int) -> bool:
         """A worker has made `step`; whether that is the furthest."""
         connection = self.find(worker)
@@ -311,7 +294,6 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         return self.advance(step)
 
     def on_end(self, worker: RemoteWorker) -> bool:
-        """See ElasticSupervisor."""
         is_lost = super().on_end(worker)
         if is_lost:
             self._end_generation(f"worker {worker.rank} ({worker.describe_process()}) is lost")
@@ -331,5 +313,5 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         self._hosts.agents[worker.channel] = self._hosts.waiting[worker.rank] = fresh
 
     def find_outcome(self, more: tuple[str, ...] = ()) -> Outcome | None:
-        """See ElasticSupervisor."""
-        return super().find_outcome(self._hosts.last_words)
+        words = self._hosts.words.splitlines()[-3:]  # of an engine that has ended too
+        return super().find_outcome(tuple(f"  {self._hosts.engine.name}: {line}" for line in words))

@@ -5,8 +5,8 @@
 3. Watch: output, error reports, results.
 4. Clean up: the agents end their workers, the engine's job is ended, and what is left on this host as well.
 
-What happens when a worker is lost is not here: see remote.py, and elastic_hosts.py for workers that come and go.
-
+RemoteRun's workers stay: at the first failure all are stopped, or all are started again. Those of elastic_hosts.py come
+and go.
 """
 
 from __future__ import annotations
@@ -19,29 +19,25 @@ import signal
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.launchers import guard
-from unisono.launchers.debugging import RunDebugger
 from unisono.launchers.engines.engine import AGENT, Engine, EngineError, Started, Work, agent_command
-from unisono.launchers.environment import worker_environment
-from unisono.launchers.failures import Failure, Outcome
-from unisono.launchers.job import Job
-from unisono.launchers.meeting_page import OfferedPage
+from unisono.launchers.failures import Failure, Outcome, first_failure
+from unisono.launchers.job import Job, TimedOut
+from unisono.launchers.meeting import OfferedPage, RunDebugger
 from unisono.launchers.output import OutputClosed
-from unisono.launchers.remote_worker import RemoteWorker
-from unisono.launchers.runtime.channel import Channel, Frame
-from unisono.launchers.runtime.channel_server import ChannelServer
+from unisono.launchers.processes import worker_environment
+from unisono.launchers.runtime.channel import Channel, ChannelServer, Frame, derive_secret
 from unisono.launchers.runtime.machine import address_towards
 from unisono.launchers.runtime.run_folder import name_rank_file
-from unisono.launchers.runtime.secret import derive_secret
-from unisono.launchers.runtime.stack_text import WorkerStack
-from unisono.launchers.store import HostedStore
-from unisono.launchers.supervisor import AT_ONCE, Schedule, Supervisor
-from unisono.launchers.worker_state import Worker
+from unisono.launchers.runtime.stacks import WorkerStack
+from unisono.launchers.runtime.store_server import StoreServer
+from unisono.launchers.supervisor import AT_ONCE, Schedule, Supervisor, after_failure
+from unisono.launchers.workers import RemoteWorker, Worker
 
-__all__ = ["EngineRun"]
+__all__ = ["EngineRun", "RemoteRun", "open_remote_run"]
 
 _STACKS_S = 1.5  # that agents have to read their workers' stacks
 _ENDED_S = 1.5  # after the engine has ended, what its workers said may still be on its way
@@ -68,18 +64,17 @@ class EngineRun(Supervisor[RemoteWorker]):
         self.engine = engine.open(job.places)
         super().__init__(job, restarts=self.engine.restarts, inherit=False)
         self._payload, self._token = payload, secrets.token_bytes(32)
+        self._secret = derive_secret(self._token, "run").hex()  # agents have the token, so it need not travel
         self.results: list[bytes] = []
         self._backlog = max(128, 2 * job.places)
-        self._store = self._open_store()  # of the first attempt
-        self._later_store: HostedStore | None = None
+        self._store = self._open_store()  # of this attempt
         self._meeting_page = OfferedPage()
-        secret = derive_secret(self._token, "run").hex()
-        self.debugger = RunDebugger(job, secret, self.output.say, self.engine.listen(self._backlog))
+        self.debugger = RunDebugger(job, self._secret, self.output.say, self.engine.listen(self._backlog))
         self._listener = self.engine.listen(self._backlog)
         self.server = ChannelServer(self.loop, self._listener, self._token, self._on_frames, self._on_lost)
         self._told_stacks: dict[int, WorkerStack] | None = None  # while they are being gathered
         self.agents: dict[Channel, RemoteWorker] = {}  # agents that have said who they are, with their workers
-        self._hosts: list[Channel] = []  # of hosts whose agents are started by host.py
+        self._hosts: list[Channel] = []  # of hosts whose agents a helper starts (ssh.py)
         self.waiting: dict[int, RemoteWorker] = {}  # agents of the attempt that is to begin
         self._attempt = 0
         self._started: Started | None = None
@@ -89,7 +84,6 @@ class EngineRun(Supervisor[RemoteWorker]):
         self._wrong = ""  # why the run cannot begin
 
     def supervise(self) -> Outcome:
-        """See Supervisor."""
         outcome = super().supervise()
         self.results = self._take_results()
         return outcome
@@ -104,11 +98,9 @@ class EngineRun(Supervisor[RemoteWorker]):
         return self._preempting
 
     def kill(self) -> None:
-        """See Supervisor."""
         self._send_stop(lambda _: AT_ONCE)
 
     def signal_groups(self, signum: signal.Signals) -> None:
-        """See Supervisor."""
         for worker in self.running:
             self.server.send(worker.channel, kind="signal", number=int(signum))
 
@@ -144,23 +136,17 @@ class EngineRun(Supervisor[RemoteWorker]):
         self._guard = guard.Guard(self.run_id, self._started.sessions())
         self._open_control()
 
-    def _open_store(self) -> HostedStore:
+    def _open_store(self) -> StoreServer:
         """Open a store whose secret follows from the run's token: agents have that, so the secret need not travel."""
-        return HostedStore(self.engine.listen(self._backlog), secret=derive_secret(self._token, "run").hex())
+        return StoreServer(self.engine.listen(self._backlog), derive_secret(self._secret.encode(), "store"))
 
-    def _fresh_store(self) -> HostedStore:
+    def _fresh_store(self) -> StoreServer:
         """A new store for each attempt: torch's groups would take an earlier attempt's addresses for this one's."""
-        store = self._store
-        if self._attempt > 0:
-            self._close_later_store()
-            store = self._later_store = self._open_store()
-        if not store.serving:
-            store.start()
-        return store
-
-    def _close_later_store(self) -> None:
-        if self._later_store is not None:
-            self._later_store.close()
+        if self._store.serving:
+            self._store.close()
+            self._store = self._open_store()
+        self._store.start()
+        return self._store
 
     def _addresses(self) -> list[str]:
         """Where other hosts may reach this one: the addresses from which it would speak to them."""
@@ -355,7 +341,6 @@ class EngineRun(Supervisor[RemoteWorker]):
         if self._started is not None:
             self._end_engine(self._started)
         self.server.close()
-        self._close_later_store()
         self._store.close()
         self._meeting_page.close()
         guard.sweep(self.run_id, self._started.sessions() if self._started else (), patience_s=0.3)
@@ -381,7 +366,6 @@ class EngineRun(Supervisor[RemoteWorker]):
     # -- the report ----------------------------------------------------------------------------------------------------
 
     def find_step(self, rank: int) -> int | None:
-        """See Supervisor."""
         return self.workers[rank].read_status().step
 
     def gather_stacks(self) -> tuple[list[WorkerStack], list[int]]:
@@ -412,3 +396,78 @@ class EngineRun(Supervisor[RemoteWorker]):
         if not self.running:
             return f"  {len(self.waiting)} of {self.job.workers} workers had reported to the launcher"
         return super().describe_activities()
+
+
+_TICK_S = 0.1
+
+
+class RemoteRun(EngineRun):
+    """One run of one job on one engine, in one attempt or several."""
+
+    def _watch(self) -> None:
+        """Return when all workers have ended, or one has failed for good."""
+        while not self.workers or self.running:
+            now = time.monotonic()
+            failures = self.failures
+            if failures and now >= self.find_settling(failures):
+                if self._attempt >= self.engine.restarts or self._engine_ended is not None:
+                    return
+                self._restart(failures)
+            if not self.workers and len(self.waiting) == self.job.places:
+                self._begin_attempt()
+            self._pass_word_on()
+            self._check_start(now)
+            if self.deadline is not None and now >= self.deadline:
+                raise TimedOut(self.describe_activities())
+            self._check_engine(now)
+            self._pump(_TICK_S)
+
+    def _begin_attempt(self) -> None:
+        """All agents are there: tell each its worker's rank on its host, and to start the worker."""
+        self.workers = [self.waiting[rank] for rank in range(self.job.workers)]
+        self.waiting = {}
+        hosts = list(dict.fromkeys(worker.identity for worker in self.workers))
+        pages = {worker.page for worker in self.workers} if len(hosts) == 1 else set()
+        on_page = pages == {self._meeting_page.number} and len({worker.host for worker in self.workers}) == 1
+        store_port = self._fresh_store().address[1]
+        attempt = {"attempt": self._attempt, "attempt_id": secrets.token_hex(8)}
+        for worker in self.workers:
+            near = [other.rank for other in self.workers if other.identity == worker.identity]
+            self.start_worker(
+                worker,
+                local_rank=near.index(worker.rank),
+                local_size=len(near),
+                host_number=hosts.index(worker.identity),
+                hosts=len(hosts),
+                store_port=store_port,
+                page=on_page,
+                **attempt,
+            )
+
+    def _restart(self, failures: Sequence[Failure]) -> None:
+        """Have the agents end; the engine sees it and starts all workers again."""
+        first = first_failure(failures)
+        message = " ".join(first.message.split()) if first.kind == "exception" else ""
+        self._attempt += 1
+        self._meeting_page.renew()
+        self.output.say(
+            f"unisono: worker {first.rank} failed: {first.headline}{': ' if message else ''}{message[:200]}; "
+            f"all workers start again (restart {self._attempt} of {self.engine.restarts})"
+        )
+        self._send_stop(after_failure)
+        for channel in self._hosts:  # one whose workers have all ended well would not know
+            self.server.send(channel, kind="again", attempt=self._attempt)
+        self.workers = []
+        self._since = time.monotonic()
+
+    def _take_results(self) -> list[bytes]:
+        return [b"".join(worker.result) for worker in self.workers]
+
+
+def open_remote_run(job: Job, engine: Engine, payload: bytes | None = None) -> EngineRun:
+    """The run of a job on an engine."""
+    if job.elastic is None:
+        return RemoteRun(job, engine, payload)
+    from unisono.launchers.elastic_hosts import ElasticHostsRun
+
+    return ElasticHostsRun(job, engine, payload)

@@ -23,7 +23,7 @@ class TimedOut(Exception):
 
 @dataclass(frozen=True)
 class Adapt:
-    """How the number of workers is found by measuring; see adaptation.py."""
+    """How the number of workers is found by measuring; see scaling.py."""
 
     target: float | None = None  # steps a second that are asked for; None: as many workers as pay for themselves
     window_s: float = 3.0  # a decision takes at least three windows

@@ -6,27 +6,30 @@ process can open; and on other hosts through the authenticated channel of the ru
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import json
 import linecache
 import os
 import pickle
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from unisono.launchers.failures import WorkerError, format_preemption
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
 from unisono.launchers.local import LocalRun
 from unisono.launchers.output import MODES, Mode
-from unisono.launchers.runtime.memfd import anonymous_file
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from unisono.launchers.engines.engine import Engine
 
-__all__ = ["call_on", "run_function"]
+__all__ = ["run_function"]
 
 T = TypeVar("T")
 
@@ -37,62 +40,20 @@ def run_function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    threads: int | None,
-    output: Mode,
-    timeout_s: float | None,
-    faults: str | None,
+    engine: Engine | None = None,
+    threads: int | None = None,
+    output: Mode = "auto",
+    timeout_s: float | None = None,
+    faults: str | None = None,
     least: int | None = None,
 ) -> list[T]:
-    """See `unisono.launchers.launch`."""
+    """See `unisono.launchers.launch`; `engine`: what starts the workers, None for this host."""
     _check(fn, workers, threads, output, timeout_s)
     elastic = _read_least(least, workers)
-    payload = _pack(fn, args, kwargs)
-    descriptors = [anonymous_file("unisono-function")]
-    try:
-        _write(descriptors[0], payload)
-        descriptors += [anonymous_file(f"unisono-result-{rank}") for rank in range(workers)]
-        job = Job(
-            ["--function"],
-            workers,
-            threads=threads,
-            output=output,
-            inherit=False,
-            timeout_s=timeout_s,
-            payload_fd=descriptors[0],
-            result_fds=descriptors[1:],
-            start="fork" if "torch" in sys.modules else "fresh",
-            faults=faults,
-            elastic=elastic,
-        )
-        _supervise(job, LocalRun(job))
-        there = [rank for rank, fd in enumerate(job.result_fds) if least is None or os.pread(fd, 1, 0)]
-        return [_result(rank, job.result_fds[rank]) for rank in there]
-    finally:
-        for fd in descriptors:
-            os.close(fd)
-
-
-def call_on(
-    engine: Engine,
-    fn: Callable[..., T],
-    workers: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    threads: int | None,
-    output: Mode,
-    timeout_s: float | None,
-    faults: str | None,
-    least: int | None = None,
-) -> list[T]:
-    """Run a function on an engine; see `unisono.launchers.launch`."""
-    from unisono.launchers.remote import open_remote_run
-
-    _check(fn, workers, threads, output, timeout_s)
-    elastic = _read_least(least, workers)
-    if elastic is not None and engine.restarts:
+    if elastic is not None and engine is not None and engine.restarts:
         raise ValueError("launch: got least= with max_restarts=, which starts all workers again; expected one of them")
-    engine.check(workers)
+    if engine is not None:
+        engine.check(workers)
     job = Job(
         ["--function"],
         workers,
@@ -100,13 +61,38 @@ def call_on(
         output=output,
         inherit=False,
         timeout_s=timeout_s,
+        start="fork" if "torch" in sys.modules else "fresh",
         faults=faults,
         elastic=elastic,
     )
-    run = open_remote_run(job, engine, _pack(fn, args, kwargs))
-    _supervise(job, run)
-    there = [rank for rank, data in enumerate(run.results) if least is None or data]
-    return [_unpack(rank, run.results[rank]) for rank in there]
+    payload = _pack(fn, args, kwargs)
+    if engine is not None:
+        from unisono.launchers.engine_run import open_remote_run
+
+        run = open_remote_run(job, engine, payload)
+        _supervise(job, run)
+        return _read_results([io.BytesIO(data) for data in run.results], least)
+    names = ["unisono-function", *(f"unisono-result-{rank}" for rank in range(workers))]
+    with contextlib.ExitStack() as opened:
+        sent, *returned = [opened.enter_context(open(anonymous_file(name), "r+b")) for name in names]
+        sent.write(payload)
+        sent.flush()
+        job = replace(job, payload_fd=sent.fileno(), result_fds=[file.fileno() for file in returned])
+        _supervise(job, LocalRun(job))
+        return _read_results(returned, least)
+
+
+def _read_results(files: Sequence[IO[bytes]], least: int | None) -> list[Any]:
+    """What the workers returned; their files are our own children's, or came over the run's authenticated channel."""
+    found = []
+    for rank, file in enumerate(files):
+        file.seek(0)
+        if file.read(1):
+            found.append(pickle.load(file))  # noqa: S301
+        elif least is None:
+            text = f"unisono: worker {rank} ended with exit status 0 before the function returned (os._exit in it?)"
+            raise WorkerError(text, rank=rank, exit_status=0, step=None, traceback="")
+    return found
 
 
 def _read_least(least: object, workers: int) -> ElasticSettings | None:
@@ -170,28 +156,3 @@ def _supervise(job: Job, run: Supervisor[Any]) -> None:
             step=outcome.step,
             traceback=outcome.failure.traceback,
         )
-
-
-def _result(rank: int, fd: int) -> Any:
-    if not os.pread(fd, 1, 0):
-        raise _no_result(rank)
-    with open(fd, "rb", closefd=False) as file:
-        file.seek(1)
-        return pickle.load(file)  # noqa: S301  # written by our own child into a file that only the two of us hold
-
-
-def _unpack(rank: int, data: bytes) -> Any:
-    if not data:
-        raise _no_result(rank)
-    return pickle.loads(memoryview(data)[1:])  # noqa: S301  # came over the run's own authenticated channel
-
-
-def _no_result(rank: int) -> WorkerError:
-    text = f"unisono: worker {rank} ended with exit status 0 before the function returned (os._exit in it?)"
-    return WorkerError(text, rank=rank, exit_status=0, step=None, traceback="")
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import time
@@ -18,25 +19,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unisono.launchers import guard
-from unisono.launchers.debugging import RunDebugger
-from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import Outcome
 from unisono.launchers.job import Job, TimedOut
-from unisono.launchers.local_worker import LocalWorker
+from unisono.launchers.meeting import RunDebugger, store_variables
 from unisono.launchers.output import OutputClosed
-from unisono.launchers.processes import Command, Pipes, open_starter
-from unisono.launchers.runtime.memfd import anonymous_file
-from unisono.launchers.runtime.secret import SECRET
-from unisono.launchers.runtime.stack_dump import VARIABLE as STACKS
-from unisono.launchers.runtime.stack_text import WorkerStack, judge
+from unisono.launchers.processes import Command, open_starter, worker_environment
+from unisono.launchers.runtime.channel import derive_secret
+from unisono.launchers.runtime.files import anonymous_file
+from unisono.launchers.runtime.stacks import VARIABLE as STACKS
+from unisono.launchers.runtime.stacks import StackFiles, WorkerStack
 from unisono.launchers.runtime.status import StatusPage
-from unisono.launchers.stacks import StackFiles
-from unisono.launchers.store import HostedStore
+from unisono.launchers.runtime.store_server import StoreServer
 from unisono.launchers.supervisor import Schedule, Supervisor
-from unisono.launchers.worker_state import Worker
+from unisono.launchers.workers import LocalWorker, Worker
 
 if TYPE_CHECKING:
-    from unisono.launchers.elastic_local import LocalElastic
+    from unisono.launchers.elastic import LocalElastic
 
 __all__ = ["LocalRun"]
 
@@ -53,10 +51,12 @@ class LocalRun(Supervisor[LocalWorker]):
         self._starter = open_starter(job.start)
         self.page = StatusPage.create(job.places)
         self._meeting_page = anonymous_file("unisono-meeting-page")
-        self._store = HostedStore(backlog=max(128, 2 * job.places))
-        self.debugger = RunDebugger(job, self._store.variables[SECRET], self.output.say)
+        self._secret = secrets.token_hex(32)  # what the workers are given
+        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * job.places))
+        self._store = StoreServer(listener, derive_secret(self._secret.encode(), "store"))
+        self.debugger = RunDebugger(job, self._secret, self.output.say)
         if job.elastic is not None:
-            from unisono.launchers.elastic_local import LocalElastic
+            from unisono.launchers.elastic import LocalElastic
 
             self.elastic = LocalElastic(job.elastic, self)
         self._stacks = StackFiles()
@@ -65,14 +65,12 @@ class LocalRun(Supervisor[LocalWorker]):
         self._is_over = False  # all that is left is ended
 
     def supervise(self) -> Outcome:
-        """See Supervisor."""
         try:
             return super().supervise()
         finally:
             self.page.close()
 
     def preempt(self) -> bool:
-        """See Supervisor."""
         asked = [worker for worker in self.workers if worker.read_status().preemptible]
         for worker in asked:
             worker.send(signal.SIGTERM)
@@ -80,12 +78,10 @@ class LocalRun(Supervisor[LocalWorker]):
         return self._preempting
 
     def kill(self) -> None:
-        """See Supervisor."""
         for worker in self.workers:
             worker.send(signal.SIGKILL)
 
     def signal_groups(self, signum: signal.Signals) -> None:
-        """See Supervisor."""
         for worker in self.workers:
             worker.send_group(signum)
 
@@ -98,50 +94,37 @@ class LocalRun(Supervisor[LocalWorker]):
             self.start_worker(rank)
         self._guard = guard.Guard(self.run_id, self._sessions())
         if self.elastic is not None:
-            self.elastic.begin()
+            self.elastic.coordinator.begin(list(self.elastic.connections))
         self._open_control()
 
     def start_worker(self, rank: int) -> None:
         """Start the worker of a rank; where workers come and go, of a place."""
         begin = time.monotonic()
         left_s = None if self.job.timeout_s is None else self._begin + self.job.timeout_s - begin
-        report_fd, report_end = os.pipe()
         connection = {} if self.elastic is None else self.elastic.open_connection()
-        descriptors = {**self._descriptors(rank), **connection, "UNISONO_REPORT_FD": report_end}
+        descriptors = {**self._descriptors(rank), **connection}
         streams = self.output.open(rank)
         command = Command(self.job.program, self._environment(rank), descriptors, **streams)
         try:
             process = self._starter.start(command, timeout_s=left_s)
         except BaseException as error:
-            os.close(report_fd)
             if self.elastic is not None:
                 self.elastic.add_started(None)
             if isinstance(error, TimeoutError):
                 raise TimedOut("  the workers were being started") from None
             raise
         finally:
-            os.close(report_end)
             if self.job.output == "files":
                 streams["stdout"].close()  # type: ignore[union-attr]
-        worker = LocalWorker(
-            rank=rank,
-            host=socket.gethostname(),
-            pid=process.pid,
-            started=begin,
-            process=process,
-            page=self.page,
-            report_fd=report_fd,
-        )
-        fds = {"report": report_fd, "stdout": process.stdout, "stderr": process.stderr}
-        worker.pipes = Pipes(self.loop, fds, partial(self._take, worker))
+        host = socket.gethostname()
+        worker = LocalWorker(rank=rank, host=host, pid=process.pid, started=begin, process=process, page=self.page)
+        process.watch(self.loop, partial(self._take, worker), partial(self._on_exit, worker))
         self.workers.append(worker)
         self.job.note("worker started", rank=rank, pid=process.pid)
         if self.elastic is not None:
             self.elastic.add_started(worker)
         if self._guard is not None:
             self._guard.add(process.pid)
-        if process.pid_fd is not None:
-            self.loop.watch(process.pid_fd, partial(self._on_exit, worker))
 
     def _descriptors(self, rank: int) -> dict[str, int]:
         """The open files that `rank` inherits, by the variable that names them."""
@@ -153,7 +136,7 @@ class LocalRun(Supervisor[LocalWorker]):
         return found
 
     def _environment(self, rank: int) -> dict[str, str]:
-        env = self._store.variables | worker_environment(
+        env = store_variables(self._store.address, self._secret) | worker_environment(
             rank,
             self.job.workers,
             address=self._store.address,
@@ -166,7 +149,7 @@ class LocalRun(Supervisor[LocalWorker]):
         env |= self.debugger.variables()
         return env if self.elastic is None else {**env, **self.elastic.environment(rank)}
 
-    def _start_once(self, server: HostedStore | RunDebugger) -> None:
+    def _start_once(self, server: StoreServer | RunDebugger) -> None:
         """A first worker asks for it."""
         self.loop.forget(server.listener)
         server.start()
@@ -226,7 +209,7 @@ class LocalRun(Supervisor[LocalWorker]):
         if worker.process.pid_fd is not None:
             self.loop.forget(worker.process.pid_fd)
         worker.ended = time.monotonic()
-        worker.pipes.drain()
+        worker.process.drain()
         self.output.flush(worker.rank)
         worker.take_end(status, worker.ended, stopping=self.stop_time is not None)
         self.note_end(worker, status=status)
@@ -236,9 +219,9 @@ class LocalRun(Supervisor[LocalWorker]):
     def let_go(self, worker: LocalWorker) -> None:
         """Let go of a worker that has ended, before the run has; others of its group end too."""
         worker.process.send_group(signal.SIGKILL)
-        worker.pipes.forget()
+        worker.process.forget()
         self.workers.remove(worker)
-        worker.close()
+        worker.process.close()
 
     # -- 3. stop -------------------------------------------------------------------------------------------------------
 
@@ -300,21 +283,15 @@ class LocalRun(Supervisor[LocalWorker]):
             if worker.ended is None:
                 worker.process.exit_status(wait=True)
                 self._on_exit(worker)
-            worker.pipes.drain()  # what its children wrote after it
+            worker.process.drain()  # what its children wrote after it
             self.output.flush(worker.rank)
-        worker.close()
+        worker.process.close()
 
     # -- the report ----------------------------------------------------------------------------------------------------
 
     def find_step(self, rank: int) -> int | None:
-        """See Supervisor."""
         return self.page.read(rank).step
 
     def gather_stacks(self) -> tuple[list[WorkerStack], list[int]]:
-        """See Supervisor."""
         gone = [worker.rank for worker in self.workers if worker.ended is not None]
         return self._stacks.gather({worker.rank: worker.pid for worker in self.running}, self.page), gone
-
-    def describe_stack(self, worker: LocalWorker) -> str:
-        """What a worker is doing, by its stacks."""
-        return judge(self._stacks.gather({worker.rank: worker.pid}, self.page))[0]

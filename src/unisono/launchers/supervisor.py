@@ -15,17 +15,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from unisono.launchers.control import Control
-from unisono.launchers.debugging import RunDebugger
-from unisono.launchers.failures import SETTLE_S, Failure, Outcome, first_failure, format_report
-from unisono.launchers.fault_report import FaultReport, read_faults
+from unisono.launchers.control import Control, HangReports, answer_stacks
+from unisono.launchers.failures import (
+    SETTLE_S,
+    Failure,
+    FaultReport,
+    Outcome,
+    first_failure,
+    format_report,
+    read_faults,
+)
 from unisono.launchers.job import Job
+from unisono.launchers.meeting import RunDebugger
 from unisono.launchers.output import Output
-from unisono.launchers.runtime.event_loop import EventLoop
-from unisono.launchers.runtime.private_folder import NotPrivate
-from unisono.launchers.runtime.stack_text import WorkerStack, judge
-from unisono.launchers.stacks import HangReports, answer_stacks
-from unisono.launchers.worker_state import Worker
+from unisono.launchers.runtime.files import NotPrivate
+from unisono.launchers.runtime.local_channel import EventLoop
+from unisono.launchers.runtime.stacks import WorkerStack, judge
+from unisono.launchers.workers import Worker
 
 if TYPE_CHECKING:
     from unisono.launchers.elastic import ElasticSupervisor
@@ -44,7 +50,7 @@ _AFTER_INTERRUPT: Schedule = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2,
 
 def after_failure(worker: Worker) -> Schedule:
     """How a worker is stopped after another has failed."""
-    if worker.is_leaving:
+    if worker.done or worker.preempted or worker.failure is not None:
         return _LEAVING
     return AT_ONCE if worker.read_status().preemptible else _AFTER_FAILURE  # it would only note SIGTERM
 
@@ -228,17 +234,22 @@ class Supervisor(ABC, Generic[W]):
         """Answer a request that came over the run's socket (control.py); ValueError refuses it."""
         if request.get("do") == "stacks":
             return answer_stacks(*self.gather_stacks())
-        if self.elastic is not None:
-            return self.elastic.scaling.answer(request)
-        if request.get("do") != "status":
-            raise ValueError("this run has as many workers as it was started with: use `unisono run -n MIN:MAX`")
+        fixed = {**dict.fromkeys(("workers", "wanted", "least", "most"), self.job.workers), "adapts": False}
+        match request:
+            case {"do": "status"}:
+                pass
+            case _ if self.elastic is None:
+                raise ValueError("this run has as many workers as it was started with: use `unisono run -n MIN:MAX`")
+            case {"do": "scale", "workers": int(count)} if not isinstance(count, bool):
+                self.elastic.scaling.scale(count)
+            case _:
+                raise ValueError("got a request that is not known; expected status, or scale with a number of workers")
         return {
             "pid": os.getpid(),
             "program": self.job.describe_program(),
-            **dict.fromkeys(("workers", "wanted", "least", "most"), self.job.workers),
             "step": _find_last_step(self.workers),
-            "adapts": False,
-            "elastic": False,
+            "elastic": self.elastic is not None,
+            **(fixed if self.elastic is None else self.elastic.scaling.describe()),
         }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.launchers.runtime import sigterm
-from unisono.launchers.runtime.local_path import local_path
+from unisono.launchers.runtime.files import local_path
 from unisono.methods.strategy import Strategy, parallel
 from unisono.observe.runs.recording import find_recorder
 from unisono.observe.runs.values import Logged, start_copies

@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from unisono.launchers.runtime.channel import Channel, NotProven, connect_once
-from unisono.launchers.runtime.store_messages import ANSWER, MessageReader, send_message
+from unisono.launchers.runtime.store_server import ANSWER, MessageReader, send_message
 from unisono.world.transports import PeerLost
 from unisono.world.transports.connections import describe_no_store, is_closed, limit_silence_of
 

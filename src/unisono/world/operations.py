@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle, SerialQueue, in_background
-from unisono.launchers.runtime import status, stops
+from unisono.launchers.runtime import debug_pause, status
 from unisono.launchers.runtime.variables import are_checks_on
 from unisono.launchers.runtime.watchdog import find_watchdog
 from unisono.world.call_signatures import Call, CallHistory, note_trouble
@@ -77,8 +77,8 @@ class Operations:
             )
         if self.closed:
             raise RuntimeError(f"{self.name!r} is closed: nothing more can be sent through it")
-        if stops.active:
-            stops.look("before")
+        if debug_pause.active:
+            debug_pause.look("before")
         channel = self.name if queue == "main" else f"{self.name}:{queue}"
         sequence = self._sequences.get(channel, 0)
         self._sequences[channel] = sequence + 1
@@ -223,8 +223,8 @@ class Operations:
         """Enter into the ledger that the program waited for an exchange, unless this is a background thread."""
         if not in_background():
             self.ledger.close_span("blocked", start, end)
-            if stops.active:
-                stops.look("after")
+            if debug_pause.active:
+                debug_pause.look("after")
 
 
 _living: weakref.WeakSet[Operations] = weakref.WeakSet()

@@ -15,9 +15,9 @@ import torch
 
 from unisono.launchers.runtime import debugger
 from unisono.launchers.runtime.frames import hide_frames_of_uncaught, warn_user
+from unisono.launchers.runtime.launch_env import Place, number, read_place
 from unisono.launchers.runtime.machine import read_boot_id
 from unisono.launchers.runtime.membership import Assignment, HostsMembership, Membership, find_membership
-from unisono.launchers.runtime.place import Place, number, read_place
 from unisono.launchers.runtime.variables import read_attempt, read_host, read_timeout_s
 from unisono.world.elastic import Elastic
 from unisono.world.ledger import Ledger

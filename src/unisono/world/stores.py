@@ -24,9 +24,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from unisono.launchers.runtime.channel import read_store_secret
+from unisono.launchers.runtime.launch_env import Place
 from unisono.launchers.runtime.machine import address_towards
-from unisono.launchers.runtime.place import Place
-from unisono.launchers.runtime.secret import read_store_secret
 from unisono.launchers.runtime.store_server import StoreServer
 from unisono.world.transports import PeerLost
 from unisono.world.transports.connections import describe_no_store, probe

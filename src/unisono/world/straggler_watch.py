@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.launchers.runtime.place_sampler import PlaceSampler
-from unisono.launchers.runtime.processor_wait import ProcessorWait
+from unisono.launchers.runtime.machine import ProcessorWait
+from unisono.launchers.runtime.stacks import PlaceSampler
 from unisono.launchers.runtime.variables import are_checks_on
 from unisono.world.ledger import KEPT
 from unisono.world.links import LinkProbe

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.launchers.runtime.secret import read_store_secret
+from unisono.launchers.runtime.channel import read_store_secret
 from unisono.launchers.runtime.variables import read_attempt
 from unisono.world.stores import open_locked_store, open_torch_store
 

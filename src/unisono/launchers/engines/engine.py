@@ -1,14 +1,21 @@
 """What the launcher asks of an engine: start one agent (agent.py) for each worker, where the engine has room.
 
-Everything else is the same for all engines and lies in remote.py: the store, who is who, output, results, the report.
-An engine is a frozen dataclass whose fields are its settings; `run` is for programs and `call` for functions.
+Everything else is the same for all engines and lies in engine_run.py: the store, who is who, output, results, the
+report. An engine is a frozen dataclass whose fields are its settings; `run` is for programs and `call` for functions.
+
+Also what runs in an engine's own processes (a Ray actor, a Spark task): one worker's agent beside the data, and
+functions that were pickled by us, so that the import path of the driver is known there before they are opened.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import importlib
+import importlib.util
 import ipaddress
+import json
 import os
 import re
 import shutil
@@ -16,32 +23,42 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from unisono.launchers.failures import EngineError
-from unisono.launchers.runtime.memfd import anonymous_file
+from unisono.launchers.runtime.files import anonymous_file
+from unisono.launchers.runtime.table_part import TableFiles, TablePart, write_listing
 
 if TYPE_CHECKING:
     from unisono.launchers.job import Job
-    from unisono.launchers.output import Mode
 
 __all__ = [
     "AGENT",
+    "FAILED",
+    "UNREACHED",
     "Engine",
     "EngineError",
+    "Packed",
     "ProcessStarted",
     "Started",
     "Work",
     "agent_command",
     "find_program",
+    "import_engine",
+    "replace_tables",
+    "run_agent",
+    "signals_kept",
     "split_host",
 ]
 
 T = TypeVar("T")
+UNREACHED = 97  # exit status of an agent that cannot reach the launcher
 AGENT = "UNISONO_AGENT"  # the variable with all that an agent is told, as JSON; see worker/agent.py
 
 
@@ -102,7 +119,7 @@ class Engine:
         return 120.0
 
     def environment(self) -> str:
-        """Whose variables tell a worker its rank: a key of place.py."""
+        """Whose variables tell a worker its rank: a key of launch_env.py."""
         raise NotImplementedError
 
     def python_there(self) -> str | None:
@@ -145,8 +162,8 @@ class Engine:
 
         For the command line: it takes over signals, shows the output, and one report on standard error.
         """
+        from unisono.launchers.engine_run import open_remote_run
         from unisono.launchers.job import Job
-        from unisono.launchers.remote import open_remote_run
         from unisono.launchers.terminal import run_in_terminal
 
         job = job if job is not None else Job(program, workers)
@@ -160,18 +177,14 @@ class Engine:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        threads: int | None = None,
-        output: Mode = "auto",
-        timeout_s: float | None = None,
-        faults: str | None = None,
         least: int | None = None,
+        **settings: Any,
     ) -> list[T]:
-        """Run a function in every worker and return their results in rank order. See `unisono.launch`.
+        """Run a function in every worker and return their results in rank order; `settings` as of `unisono.launch`.
 
         Tables of the engine among the arguments become parts of them: an engine that has tables has a field `tables`.
         """
-        from unisono.launchers.launch_function import call_on
-        from unisono.launchers.worker.task import replace_tables
+        from unisono.launchers.launch_function import run_function
 
         lifted, keywords, tables = replace_tables(args, kwargs or {}, self.is_table)
         engine = copy.copy(self)
@@ -179,8 +192,7 @@ class Engine:
             raise ValueError("launch: got least= with a table of the engine: a replacement cannot be given its part")
         if tables:
             object.__setattr__(engine, "tables", tuple(tables))
-        settings: dict[str, Any] = {"threads": threads, "output": output, "timeout_s": timeout_s, "faults": faults}
-        return call_on(engine, fn, workers, lifted, keywords, least=least, **settings)
+        return run_function(fn, workers, lifted, keywords, engine=engine, least=least, **settings)
 
     def is_table(self, value: Any) -> bool:
         """Whether a value is data that lies in this engine, and is to be trained on there."""
@@ -216,11 +228,9 @@ class ProcessStarted:
                 self.process.stdin.flush()  # left open: its end tells the other side that the launcher is gone
 
     def poll(self) -> int | None:
-        """See Started."""
         return self.process.poll()
 
     def stop(self, signum: signal.Signals) -> None:
-        """See Started."""
         if self.process.poll() is None:
             self.process.send_signal(signum)
 
@@ -231,14 +241,12 @@ class ProcessStarted:
         return data.decode("utf-8", "replace").strip()
 
     def sessions(self) -> Sequence[int]:
-        """See Started."""
         return [self.process.pid]
 
     def revive(self, missing: AbstractSet[int]) -> None:
         """See Started: only a job as a whole can be started."""
 
     def close(self) -> None:
-        """See Started."""
         self.process.kill()
         self.process.wait()
         if self.process.stdin is not None:
@@ -253,6 +261,30 @@ def agent_command(python: str | None, what: str = "agent") -> list[str]:
     if python is None:
         return [sys.executable, str(Path(__file__).parents[1] / "worker" / "start.py"), what]
     return [python, "-m", "unisono.launchers.worker.start", what]
+
+
+def import_engine(module: str, name: str) -> Any:
+    """The Python package of an engine."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        extra = module.removeprefix("py")
+        text = f"{name} is not installed in this Python: pip install 'unisono[{extra}]'"
+        raise ModuleNotFoundError(text, name=module) from None
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[None]:
+    """Engines set handlers of their own for Ctrl-C and SIGTERM as they start; the launcher has its."""
+    main = threading.current_thread() is threading.main_thread()
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def split_host(text: str) -> tuple[str, str | None]:
@@ -279,3 +311,88 @@ def find_program(name: str, *, advice: str) -> str:
     if found is None:
         raise EngineError(f"`{name}` is not installed here (looked in PATH={os.environ.get('PATH', '')}). {advice}")
     return found
+
+
+# In an engine's own processes ----------------------------------------------------------------------------------------
+
+
+FAILED = 1
+
+
+def run_agent(env: Mapping[str, str], rank: int, workers: int, parts: Sequence[TableFiles] = ()) -> tuple[int, str]:
+    """Run the agent of `rank` to its end; its exit status and what it wrote itself (only where it could not start).
+
+    A process of its own: engines use theirs for other tasks too, and it must end with this one, however this one ends.
+    """
+    place = {"RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    told = json.dumps({**json.loads(env[AGENT]), "parent": os.getpid()})
+    env = {**os.environ, **env, **place, AGENT: told}
+    with write_listing(parts) as listing, tempfile.TemporaryFile() as output:
+        if parts:
+            env["UNISONO_PARTS"] = f"/proc/{os.getpid()}/fd/{listing.fileno()}"
+        agent = subprocess.Popen(agent_command(None), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        try:
+            status = agent.wait()
+        except BaseException:
+            agent.terminate()
+            agent.wait()
+            raise
+        finally:
+            for part in parts:
+                part.close()
+        output.seek(0)
+        words = output.read(1 << 14).decode("utf-8", "replace").strip()
+    return status, words
+
+
+def replace_tables(
+    args: Sequence[Any], kwargs: Mapping[str, Any], is_table: Callable[[Any], bool]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    """The arguments with a `TablePart` in place of each table, also inside lists, tuples and dicts; and the tables."""
+    tables: list[Any] = []
+
+    def lift(value: Any) -> Any:
+        if is_table(value):
+            number = next((i for i, table in enumerate(tables) if table is value), len(tables))
+            if number == len(tables):
+                tables.append(value)
+            return TablePart.placeholder(number)
+        if type(value) in (list, tuple):
+            return type(value)(lift(item) for item in value)
+        if type(value) is dict:
+            return {key: lift(item) for key, item in value.items()}
+        return value
+
+    return tuple(lift(value) for value in args), {key: lift(value) for key, value in kwargs.items()}, tables
+
+
+_opened: dict[bytes, Any] = {}
+_KEPT = 8  # programs that a process keeps open
+
+
+class Packed:
+    """`Packed(value).open()` is the value, in a process that has the same modules in the same places, or installed."""
+
+    def __init__(self, value: Any) -> None:
+        name = "cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle"
+        try:
+            self.data: bytes = importlib.import_module(name).dumps(value)
+        except Exception as error:
+            more = "; pip install cloudpickle to send lambdas" if name == "pickle" else ""
+            raise TypeError(
+                f"{value!r} cannot be sent to the engine's workers: {error}. Make what it refers to inside the "
+                f"function, or pass names and settings instead of live objects{more}."
+            ) from error
+        self.key = hashlib.sha256(self.data).digest()
+        self.path = [entry or os.getcwd() for entry in sys.path]
+
+    def open(self) -> Any:
+        """The value; made once in a process."""
+        if self.key not in _opened:
+            sys.path += [entry for entry in self.path if entry not in sys.path and os.path.exists(entry)]
+            import pickle
+
+            while len(_opened) >= _KEPT:
+                del _opened[next(iter(_opened))]
+            _opened[self.key] = pickle.loads(self.data)  # noqa: S301  # came from the driver by the engine's channel
+        return _opened[self.key]

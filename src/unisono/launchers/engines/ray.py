@@ -15,17 +15,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from unisono.launchers.engines.engine import Engine, EngineError, Work
-from unisono.launchers.table_files import TableFiles
-from unisono.launchers.worker.task import FAILED, run_agent
-
-if TYPE_CHECKING:
-    pass
+from unisono.launchers.engines.engine import FAILED, Engine, EngineError, Work, import_engine, run_agent, signals_kept
+from unisono.launchers.runtime.table_part import TableFiles
 
 __all__ = ["Ray", "is_dataset", "read_dataset", "split_dataset"]
 
@@ -85,7 +81,7 @@ class Ray(Engine):
         return self.address or os.environ.get("RAY_ADDRESS") or "local"
 
     def check(self, workers: int) -> None:
-        _ray()
+        import_engine("ray", "Ray")
         for name, value in (("cpus", self.cpus), ("gpus", self.gpus), *(self.resources or {}).items()):
             if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"un.on.ray got {name}={value!r}; expected a number, 0 or more, for each worker")
@@ -94,7 +90,7 @@ class Ray(Engine):
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ValueError(f"un.on.ray got max_restarts={self.max_restarts!r}; expected a whole number from 0 up")
         if self.address not in (None, "auto", "local") and self._address is None:
-            here = str(_ray().get_runtime_context().gcs_address)
+            here = str(import_engine("ray", "Ray").get_runtime_context().gcs_address)
             if here.rpartition(":")[2] != self.address.rpartition(":")[2]:
                 raise ValueError(
                     f"un.on.ray got address={self.address!r}, but this program is connected to Ray at {here}: "
@@ -120,7 +116,7 @@ class Ray(Engine):
 
     def open_group(self, workers: int) -> tuple[Any, Any, bool]:
         """Ray, connected; a placement group with a slot for each worker; and whether Ray was started for this."""
-        ray = _ray()
+        ray = import_engine("ray", "Ray")
         wait_s = 0.0 if self.local else self.wait_s  # our own Ray will not grow
         ours = self._connect(ray)
         try:
@@ -170,7 +166,7 @@ class Ray(Engine):
         if address != "local":
             del options["include_dashboard"]
         try:
-            with _signals_kept():
+            with signals_kept():
                 ray.init(address=address, **options)
         except Exception as error:
             where = "on this host (address='auto')" if address == "auto" else f"at {address}"
@@ -317,7 +313,6 @@ class _Actors:
     # -- as the launcher sees it ---------------------------------------------------------------------------------------
 
     def poll(self) -> int | None:
-        """See Started."""
         return self._status
 
     def revive(self, missing: AbstractSet[int]) -> None:
@@ -325,12 +320,10 @@ class _Actors:
         self._missing = frozenset(missing)
 
     def stop(self, signum: signal.Signals) -> None:
-        """See Started."""
         self._stopped.set()
         self._kill()
 
     def words(self) -> str:
-        """See Started."""
         return "\n".join(self._words[-8:])
 
     def sessions(self) -> Sequence[int]:
@@ -338,7 +331,6 @@ class _Actors:
         return ()
 
     def close(self) -> None:
-        """See Started."""
         self._stopped.set()
         self._thread.join(5)
         self._kill()
@@ -377,18 +369,6 @@ def is_dataset(value: Any) -> bool:
     return data is not None and isinstance(value, data.Dataset)
 
 
-def _ray() -> Any:
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ModuleNotFoundError(
-            "Ray is not installed in this Python: pip install 'unisono[ray]'", name="ray"
-        ) from None
-    return ray
-
-
 def _probe(address: str) -> None:
     """Try a plain connection first: Ray itself would go on trying for long."""
     host, _, port = address.rpartition(":")
@@ -401,18 +381,6 @@ def _probe(address: str) -> None:
             f"Ray is not reachable at {address}: a connection was tried for up to {_PROBE_S:g} s ({error}). Expected "
             "the address that `ray start --head` printed, and that its port is open to this host."
         ) from error
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Ray sets handlers of its own; the launcher has its."""
-    main = threading.current_thread() is threading.main_thread()
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
 
 
 def _brief(error: BaseException) -> str:

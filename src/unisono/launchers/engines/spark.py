@@ -22,14 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from unisono.launchers.engines.engine import Engine, EngineError, Work
-from unisono.launchers.table_files import TableFiles, arrow_columns
-from unisono.launchers.worker.task import FAILED, run_agent
-
-if TYPE_CHECKING:
-    pass
+from unisono.launchers.engines.engine import FAILED, Engine, EngineError, Work, import_engine, run_agent, signals_kept
+from unisono.launchers.runtime.table_part import TableFiles, arrow_columns
 
 __all__ = ["Spark", "is_frame", "is_rdd"]
 
@@ -89,7 +85,7 @@ class Spark(Engine):
         return [host for host, _ in _addresses(master)]
 
     def check(self, workers: int) -> None:
-        _pyspark()
+        import_engine("pyspark", "PySpark")
         master = self._master(workers)
         if not master.startswith(("local", "spark://", "k8s://")) and master != "yarn":
             raise ValueError(
@@ -158,7 +154,7 @@ class Spark(Engine):
         return self.master or configured or os.environ.get("SPARK_MASTER") or f"local[{workers}]"
 
     def _make(self, workers: int) -> Any:
-        pyspark = _pyspark()
+        pyspark = import_engine("pyspark", "PySpark")
         from pyspark.sql import SparkSession
 
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the workers: Spark's own default is any python3
@@ -170,12 +166,13 @@ class Spark(Engine):
         for name, value in {**_default_settings(master), **(self.settings or {})}.items():
             builder = builder.config(name, value)
         try:
-            with _signals_kept():
+            with signals_kept():
                 return builder.getOrCreate()
         except Exception as error:
             text = _brief(error)
             if "JAVA_" in text:
-                java = _java()
+                home = os.environ.get("JAVA_HOME")
+                java = shutil.which(os.path.join(home, "bin", "java") if home else "java")
                 reason = f"Java ({java}) ended at once; why, it says above" if java else _JAVA
                 raise EngineError(f"Spark could not start: {reason}. It said: {text}") from error
             raise EngineError(f"Spark at {master} could not be reached or started: {text}") from error
@@ -233,7 +230,7 @@ class _Stage:
             task = partial(_task, env, workers, [], _read_all)
         elif len(tables) == 1:
             stage = tables[0] if tables[0].getNumPartitions() == workers else tables[0].repartition(workers)
-            task = partial(_task, env, workers, names, _add_samples)
+            task = partial(_task, env, workers, names, lambda parts, rows: parts[0].add_samples(rows))
         else:
             pieces = [_pieces(table, number, workers) for number, table in enumerate(tables)]
             stage = self._context.union(pieces).partitionBy(workers, int)
@@ -259,20 +256,17 @@ class _Stage:
     # -- as the launcher sees it ---------------------------------------------------------------------------------------
 
     def poll(self) -> int | None:
-        """See Started."""
         return self._status
 
     def revive(self, missing: AbstractSet[int]) -> None:
         """See Started: the tasks of a stage are started together, or not at all."""
 
     def stop(self, signum: signal.Signals) -> None:
-        """See Started."""
         self._stopped.set()
         with contextlib.suppress(Exception):
             self._context.cancelJobGroup(self._group)
 
     def words(self) -> str:
-        """See Started."""
         return "\n".join(self._words[-8:])
 
     def sessions(self) -> Sequence[int]:
@@ -280,7 +274,6 @@ class _Stage:
         return ()
 
     def close(self) -> None:
-        """See Started."""
         self._stopped.set()
         if self._thread.is_alive():
             self.stop(signal.SIGTERM)
@@ -311,10 +304,6 @@ def _read_all(parts: list[TableFiles], rows: Iterable[Any]) -> None:
     """The rows are only there to have partitions; Spark throws a process away that has not read them."""
     for _ in rows:
         pass
-
-
-def _add_samples(parts: list[TableFiles], rows: Iterable[Any]) -> None:
-    parts[0].add_samples(rows)
 
 
 def _add_pieces(parts: list[TableFiles], rows: Iterable[Any]) -> None:
@@ -390,23 +379,6 @@ def is_rdd(value: Any) -> bool:
     return pyspark is not None and isinstance(value, pyspark.RDD)
 
 
-def _java() -> str | None:
-    """The Java that Spark uses."""
-    home = os.environ.get("JAVA_HOME")
-    return shutil.which(os.path.join(home, "bin", "java") if home else "java")
-
-
-def _pyspark() -> Any:
-    try:
-        import pyspark
-    except ModuleNotFoundError as error:
-        if error.name != "pyspark":
-            raise
-        text = "PySpark is not installed in this Python: pip install 'unisono[spark]'"
-        raise ModuleNotFoundError(text, name="pyspark") from None
-    return pyspark
-
-
 def _default_settings(master: str) -> dict[str, str]:
     """Of a session at that master; all in one process listens to no other host.
 
@@ -435,18 +407,6 @@ def _probe(master: str, host: str, port: int) -> None:
             f"Spark is not reachable at {master}: a connection to {host}:{port} was tried for up to {_PROBE_S:g} s "
             f"({error}). Expected a running master, as `start-master.sh` starts it, whose port is open to this host."
         ) from error
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Spark sets a handler of its own for Ctrl-C; the launcher has its."""
-    main = threading.current_thread() is threading.main_thread()
-    kept = signal.getsignal(signal.SIGINT) if main else None
-    try:
-        yield
-    finally:
-        if kept is not None:
-            signal.signal(signal.SIGINT, kept)
 
 
 def _brief(error: BaseException) -> str:

@@ -1,23 +1,32 @@
-"""Workers on a list of hosts: ssh to each, where host.py starts that host's agents.
+"""Workers on a list of hosts: ssh to each, and the helper there that starts that host's agents and ends them with us.
 
-The launcher says which host has which ranks: the hosts' own launchers need no store to meet in. torchrun's would
-unpickle what lies in theirs, and anybody on the network can write there. What a host needs to know (and the run's token
-with it) goes through ssh's standard input, where nobody else can see it.
+The launcher says which host has which ranks: the hosts' own launchers need no store to meet in, and nothing listens on
+them. torchrun's would unpickle what lies in theirs, and anybody on the network can write there. What a host needs to
+know (and the run's token with it) goes through ssh's standard input, where nobody else can see it: one line of JSON.
+Standard input stays open for as long as the launcher lives. The helper is started by worker/start.py, without torch.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
+import secrets
+import select
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from unisono.launchers import guard
 from unisono.launchers.engines.engine import (
+    AGENT,
+    UNREACHED,
     Engine,
     EngineError,
     ProcessStarted,
@@ -26,8 +35,10 @@ from unisono.launchers.engines.engine import (
     find_program,
     split_host,
 )
+from unisono.launchers.processes import pid_fd
+from unisono.launchers.runtime.channel import Channel, Unreachable, connect
 
-__all__ = ["HostCommand", "HostsStarted", "Ssh", "divide", "write_setup"]
+__all__ = ["HostCommand", "HostsStarted", "Ssh", "divide", "serve_host", "write_setup"]
 
 _INSTALL = "Debian and Ubuntu: apt-get install openssh-client."
 _AGAIN_S = 5.0  # between two attempts to reach a host in an elastic run
@@ -116,7 +127,7 @@ class HostCommand(NamedTuple):
 def write_setup(
     work: Work, ranks: Sequence[int], *, max_restarts: int = 0, env: Mapping[str, str] | None = None
 ) -> str:
-    """The line that tells host.py what to start; `env`: more variables of that host."""
+    """The line that tells the helper of a host what to start; `env`: more variables of that host."""
     setup: dict[str, Any] = {
         "launcher": list(work.addresses),
         "token": work.token,
@@ -141,7 +152,6 @@ class HostsStarted:
         self._began = dict.fromkeys(hosts, time.monotonic())
 
     def poll(self) -> int | None:
-        """See engine.Started."""
         found = [started.poll() for started in self._hosts.values()]
         failed = [status for status in found if status]
         if failed and not self._elastic:
@@ -158,7 +168,6 @@ class HostsStarted:
                 self._began[host] = time.monotonic()
 
     def stop(self, signum: signal.Signals) -> None:
-        """See engine.Started."""
         for started in self._hosts.values():
             started.stop(signum)
 
@@ -169,11 +178,9 @@ class HostsStarted:
         )
 
     def sessions(self) -> Sequence[int]:
-        """See engine.Started."""
         return [pid for started in self._hosts.values() for pid in started.sessions()]
 
     def close(self) -> None:
-        """See engine.Started."""
         for started in self._hosts.values():
             started.close()
         if self._on_close is not None:
@@ -208,3 +215,165 @@ def divide(hosts: Sequence[str], workers: int) -> dict[str, int]:
         slots[host] = min(slots_there, left)
         left -= slots[host]
     return slots
+
+
+# On the host ---------------------------------------------------------------------------------------------------------
+
+
+_TO_END_S = 2.0  # that agents have after SIGTERM
+_AGENT_AGAIN_S = 2.0  # between two starts of an agent in an elastic run
+_FINAL = (0, UNREACHED)  # of an agent that is not needed any more, or whose launcher is gone
+
+
+def serve_host() -> int:
+    """Start agents as standard input says, and stay until they or the launcher have ended."""
+    setup = json.loads(_first_line())
+    try:
+        channel = connect([(host, port) for host, port in setup["launcher"]], bytes.fromhex(setup["token"]))
+    except Unreachable as error:
+        print(f"unisono: {error}", file=sys.stderr)
+        return UNREACHED
+    channel.send_json(kind="host")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed session: what it means is read from standard input
+    run_id = secrets.token_hex(12)
+    host = _Host(setup, channel, run_id)
+    try:
+        return host.run()
+    finally:
+        host.stop()
+        guard.sweep(run_id, host.started, patience_s=0.5)
+
+
+def _first_line() -> bytes:
+    """Read without a buffer, so that what follows stays visible to `poll`."""
+    line = b""
+    while not line.endswith(b"\n") and (data := os.read(0, 1)):
+        line += data
+    return line
+
+
+class _Host:
+    """The agents of this host, attempt by attempt."""
+
+    def __init__(self, setup: dict[str, Any], channel: Channel, run_id: str) -> None:
+        self._setup, self._channel = setup, channel
+        address = channel.sock.getpeername()[:2]
+        told = {**json.loads(setup["env"][AGENT]), "launcher": [address], "parent": os.getpid()}
+        self._env = {
+            **os.environ,
+            **setup["env"],
+            "UNISONO_RUN": ":".join(filter(None, [setup["env"].get("UNISONO_RUN"), run_id])),
+            AGENT: json.dumps(told),
+            "WORLD_SIZE": str(setup["size"]),
+            "LOCAL_WORLD_SIZE": str(len(setup["ranks"])),
+        }
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self.started: list[int] = []  # agents of all attempts: each leads a session
+        self._wanted = 0  # the attempt that the launcher asked for
+        self._launcher_ended = False
+        self._told_to_end = False
+
+    def run(self) -> int:
+        """The status for ssh: 0 when every agent ended well, in the last attempt that the launcher asked for."""
+        if self._setup["elastic"]:
+            return self._run_elastic()
+        attempt = 0
+        while True:
+            self._agents = [self._start(local, rank) for local, rank in enumerate(self._setup["ranks"])]
+            failed = self._watch()
+            if failed and attempt < self._setup["max_restarts"] and not self._launcher_ended:
+                self.stop()
+                attempt += 1
+                continue
+            if failed or self._launcher_ended:
+                return failed or 1
+            while attempt < self._setup["max_restarts"] and self._wanted <= attempt:
+                if self._launcher_ended:
+                    return 0
+                self._read(())  # a worker of another host may still fail, and then all start again
+            if self._wanted <= attempt:
+                return 0
+            attempt = self._wanted
+
+    def _run_elastic(self) -> int:
+        """Start each agent that fails again, until the launcher has ended.
+
+        Agents notice by themselves when the launcher is gone. So where ssh's connection is lost, they are left alone.
+        """
+        ranks = list(self._setup["ranks"])
+        self._agents = [self._start(local, rank) for local, rank in enumerate(ranks)]
+        began = [time.monotonic()] * len(ranks)
+        while not self._told_to_end:
+            found = [agent.poll() for agent in self._agents]
+            if all(status is not None and (self._launcher_ended or status in _FINAL) for status in found):
+                break
+            for local, status in enumerate(found):
+                failed = status is not None and status not in _FINAL and not self._launcher_ended
+                if failed and time.monotonic() > began[local] + _AGENT_AGAIN_S:
+                    self._agents[local] = self._start(local, ranks[local])
+                    began[local] = time.monotonic()
+            self._read(())
+        return 0
+
+    def stop(self) -> None:
+        """End the agents, which end their workers."""
+        for agent in self._agents:
+            if agent.poll() is None:
+                agent.terminate()
+        deadline = time.monotonic() + _TO_END_S
+        while any(agent.poll() is None for agent in self._agents) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for agent in self._agents:
+            agent.kill()
+            agent.wait()
+
+    def _start(self, local: int, rank: int) -> subprocess.Popen[bytes]:
+        env = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(local)}
+        agent = subprocess.Popen(self._setup["agent"], env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.started.append(agent.pid)
+        return agent
+
+    def _watch(self) -> int:
+        """Wait until an agent has failed (its status is returned), all have ended well, or the launcher is gone (0)."""
+        ends = [fd for agent in self._agents if (fd := pid_fd(agent.pid)) is not None]
+        try:
+            while not self._launcher_ended:
+                found = [agent.poll() for agent in self._agents]
+                failed = [status for status in found if status]
+                if failed:
+                    return failed[0] if failed[0] > 0 else 128 - failed[0]
+                if None not in found:
+                    return 0
+                self._read([fd for fd, status in zip(ends, found, strict=False) if status is None])
+            return 0
+        finally:
+            for fd in ends:
+                os.close(fd)
+
+    def _read(self, ends: Sequence[int]) -> None:
+        """Wait at most half a second for the end of an agent or a message of the launcher, and handle that."""
+        poll = select.poll()
+        for fd in (0, self._channel.fileno(), *ends):
+            if fd >= 0 and not (fd == 0 and self._launcher_ended):
+                poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(500):
+            if fd == 0:
+                self._launcher_ended |= not os.read(0, 4096)
+            elif fd == self._channel.fileno():
+                self._follow()
+
+    def _follow(self) -> None:
+        try:
+            frames = self._channel.receive()
+        except OSError:  # this host or the launcher's is cut off
+            frames = None
+        if frames is None and self._setup["elastic"]:
+            self._channel.close()
+        elif frames is None:
+            self._launcher_ended = True
+        for frame in frames or ():
+            message = frame.json()
+            if message["kind"] == "again":
+                self._wanted = max(self._wanted, message["attempt"])
+            elif message["kind"] == "end":
+                self._launcher_ended = self._told_to_end = True

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work
-from unisono.launchers.runtime.memfd import anonymous_file
+from unisono.launchers.runtime.files import anonymous_file
 
 __all__ = ["Torchrun", "refused_options"]
 

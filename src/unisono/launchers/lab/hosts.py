@@ -2,16 +2,22 @@
 
 Needs Linux, iproute2 and util-linux; root, or the right of every user to make namespaces of their own. `namespaces.py`
 makes them, in a process of its own. Here are their descriptors, which keep them alive: nothing is left once this
-process and those on the hosts have ended, also by SIGKILL.
+process and those on the hosts have ended, also by SIGKILL. Only processes can be left, if the launcher and its guard
+were both killed: `unisono lab clean` ends them. Versions before this one made namespaces with names, un PID - HOST,
+which stay; it removes these too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,10 +25,11 @@ from types import TracebackType
 from typing import Any
 
 from unisono.launchers.lab import namespaces
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.runtime.link_emulation import Link
 from unisono.launchers.runtime.local_channel import LocalChannel
+from unisono.launchers.runtime.machine import read_start
 
-__all__ = ["EmulatedHosts", "NoNamespaces", "find_obstacle"]
+__all__ = ["EmulatedHosts", "NoNamespaces", "clean", "find_obstacle", "find_processes", "mark_of_this_process"]
 
 _MOST_HOSTS = 200  # descriptors that go in one message
 _PATIENCE_S = 60.0
@@ -104,10 +111,6 @@ class EmulatedHosts:
         """Run a command on a host."""
         return subprocess.Popen(self.command(host, *command), env=dict(env), **options)
 
-    def set_link(self, host: int, how: str) -> None:
-        """Take a host's link `down`, or `up` again."""
-        subprocess.run(self.command(host, "ip", "link", "set", self.interface, how), check=True)
-
     def close(self) -> None:
         """Let go of the hosts: they end with their last process."""
         for sock in self.listeners:
@@ -179,3 +182,71 @@ def _lay_out(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     if "obstacle" in found:
         raise NoNamespaces(found["obstacle"])
     return found, fds
+
+
+# What killed runs left -----------------------------------------------------------------------------------------------
+
+
+_VARIABLE = b"UNISONO_LAB="
+_TO_END_S = 2.0
+
+
+def mark_of_this_process() -> str:
+    """The mark that a run's processes carry in their environment: the launcher's process id and start time."""
+    return f"{os.getpid()}:{read_start(os.getpid())}"
+
+
+def find_processes() -> dict[int, int]:
+    """Processes of this user in runs whose launcher is gone, by process id with the launcher's."""
+    found = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                marks = [item for item in file.read().split(b"\0") if item.startswith(_VARIABLE)]
+        except OSError:  # it ended meanwhile, or is another user's
+            continue
+        mark = re.fullmatch(rb"UNISONO_LAB=(\d+):(\d+)", marks[0]) if marks else None
+        if mark is not None and read_start(int(mark[1])) != int(mark[2]):
+            found[int(entry)] = int(mark[1])
+    return found
+
+
+def clean() -> list[str]:
+    """End and remove what killed runs left; returns a line for each thing done."""
+    done = []
+    processes = find_processes()
+    for launcher in sorted(set(processes.values())):
+        mine = [pid for pid, other in processes.items() if other == launcher]
+        done.append(f"ended {len(mine)} process{'es' * (len(mine) > 1)} of a run whose launcher ({launcher}) is gone")
+    _end(list(processes))
+    return done + _remove_named()
+
+
+def _end(pids: list[int]) -> None:
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+        deadline = time.monotonic() + _TO_END_S
+        while any(pid in find_processes() for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _remove_named() -> list[str]:
+    """Remove namespaces and links whose names carry the id of a process that is gone."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        return []
+    done = []
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+    for space, pid in re.findall(r"^(un(\d+)-\d+)\b", spaces, flags=re.MULTILINE):
+        if not os.path.exists(f"/proc/{pid}"):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+            done.append(f"removed the network namespace {space}")
+    for link, pid in re.findall(r"^\d+: (un(\d+)(?:br|v\d+))[@:]", links, flags=re.MULTILINE):
+        if not os.path.exists(f"/proc/{pid}"):
+            subprocess.run(["ip", "link", "del", link], capture_output=True)
+            done.append(f"removed the link {link}")
+    return done

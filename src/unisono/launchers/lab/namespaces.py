@@ -59,22 +59,15 @@ def _unshare(flags: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _become_root() -> None:
-    """Enter a user namespace in which this process is root."""
-    user, group = os.geteuid(), os.getegid()
-    _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
-
-
 def _open_switch(is_user: bool) -> tuple[int, int]:
     """Enter the namespace of the bridge: its descriptor, and that of the user namespace (-1 where there is none)."""
     try:
-        if is_user:
-            _become_root()
-        else:
-            _unshare(_CLONE_NEWNET)
+        ids = os.geteuid(), os.getegid()
+        _unshare(_CLONE_NEWUSER | _CLONE_NEWNET if is_user else _CLONE_NEWNET)
+        maps = {"setgroups": "deny", "uid_map": f"0 {ids[0]} 1", "gid_map": f"0 {ids[1]} 1"}  # it is root there
+        for name, text in maps.items() if is_user else ():
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
     except OSError as error:
         what = "user and network namespaces" if is_user else "a network namespace"
         raise _Obstacle(f"{what} cannot be made here: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""A connection of the control plane: TCP, where both ends prove that they know a token.
+"""A connection of the control plane: TCP, both of whose ends prove that they know a token; and a run's secret.
 
 Launchers speak so to their workers on other hosts, and workers to the store in which they meet.
 
@@ -8,32 +8,46 @@ Launchers speak so to their workers on other hosts, and workers to the store in 
    from the token and the nonces, so nothing can be put in, left out, or played back.
 
 It authenticates and does not encrypt: like the engines' own traffic, it is for networks that nobody else listens on.
+
+A ChannelServer has the channels that others open at one address. What strangers can use up is limited: connections that
+have not proven themselves, the time that they have for it, and bytes of answers that nobody takes.
+
+A run's secret opens its store. The launcher makes it, or the user gives it if there is no launcher of ours. It travels
+in the environment of the workers, which only their user can read, and never on a command line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from unisono.launchers.runtime.secret import derive_secret
+from unisono.launchers.runtime.local_channel import EventLoop
 
 __all__ = [
     "GREETING_S",
     "MOST_UNPROVEN",
+    "SECRET",
+    "STORE",
     "Channel",
+    "ChannelServer",
     "Frame",
     "NotProven",
     "Unreachable",
     "connect",
     "connect_once",
+    "derive_secret",
     "keep_alive",
+    "read_store_secret",
 ]
 
 GREETING_S = 10.0  # that an end has to prove itself
@@ -253,3 +267,166 @@ def connect_once(host: str, port: int, token: bytes, *, timeout_s: float) -> Cha
     except BaseException:
         sock.close()
         raise
+
+
+# The secret of a run -------------------------------------------------------------------------------------------------
+
+
+SECRET = "UNISONO_SECRET"
+STORE = "UNISONO_STORE"  # the address of the launcher's store, which the launcher's secret opens
+_FEWEST_CHARACTERS = 16
+
+
+def derive_secret(secret: bytes, purpose: str) -> bytes:
+    """Derive a secret for one purpose, from which the first cannot be found."""
+    return hmac.digest(secret, b"unisono " + purpose.encode(), hashlib.sha256)
+
+
+def read_store_secret(host: str, port: int, *, hosted: bool, env: Mapping[str, str] = os.environ) -> bytes | None:
+    """What opens the store at an address; None for one that asks for no secret.
+
+    `hosted`: whether whoever started the workers keeps the store. That is our launcher, or torchrun, whose store knows
+    no secret.
+    """
+    text = env.get(SECRET, "")
+    if not text or (hosted and env.get(STORE) != f"{host}:{port}"):
+        return None
+    if len(text) < _FEWEST_CHARACTERS:
+        raise ValueError(
+            f"{SECRET} has {len(text)} characters; expected at least {_FEWEST_CHARACTERS}, the same on every worker, "
+            "such as `openssl rand -hex 32` prints"
+        )
+    return derive_secret(text.encode(), "store")
+
+
+# Many channels at one address ----------------------------------------------------------------------------------------
+
+
+_NO_DESCRIPTORS_S = 0.05  # until accepting is tried again
+
+
+class ChannelServer:
+    """Serves from `start` on; connections made before are served then.
+
+    on_frames: given a channel and what it has said; NotProven or another ConnectionError drops the channel.
+    on_lost: given a channel whose other end is gone, or is not one of ours. It is closed already.
+    most_unread: bytes that a channel may leave unread; more drops it. None: no limit.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        listener: socket.socket,
+        token: bytes,
+        on_frames: Callable[[Channel, list[Frame]], None],
+        on_lost: Callable[[Channel], None],
+        *,
+        most_unread: int | None = None,
+    ) -> None:
+        self._loop, self._listener, self._token = loop, listener, token
+        self._on_frames, self._on_lost, self._most_unread = on_frames, on_lost, most_unread
+        self.channels: dict[Channel, None] = {}  # the oldest first
+        self._unproven: dict[Channel, None] = {}
+        listener.setblocking(False)
+
+    def start(self) -> None:
+        """Accept connections."""
+        self._loop.watch(self._listener, self._accept)
+
+    def close_address(self) -> None:
+        """Accept no more connections."""
+        self._loop.forget(self._listener)
+        self._listener.close()
+
+    def close(self) -> None:
+        """Close the address and all channels; `on_lost` is not called."""
+        self.close_address()
+        for channel in list(self.channels):
+            self.forget(channel)
+
+    def drop_late(self) -> float | None:
+        """Drop channels that have not proven themselves in time; seconds until the next is due, None if there is none.
+
+        To be called each time after `pump`.
+        """
+        now = time.monotonic()
+        for channel in list(self._unproven):
+            if (left_s := channel.since + GREETING_S - now) > 0:
+                return left_s
+            self._lose(channel)
+        return None
+
+    def send(self, channel: Channel, **fields: Any) -> None:
+        """Send a JSON object; to a channel that is gone, nothing."""
+        self.send_frame(channel, "J", json.dumps(fields).encode())
+
+    def send_frame(self, channel: Channel, kind: str, body: bytes) -> None:
+        """Send a frame; to a channel that is gone, nothing."""
+        if channel in self.channels:
+            with contextlib.suppress(OSError):  # its end is noticed when it is read
+                channel.send(kind, body)
+            self.flush(channel)
+
+    def flush(self, channel: Channel) -> None:
+        """Send what can be sent now, and the rest when it can."""
+        if channel not in self.channels:
+            return
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            channel.flush()
+        if self._most_unread is not None and channel.bytes_to_send > self._most_unread:
+            self._lose(channel)
+        else:
+            self._loop.watch_writing(channel, channel.bytes_to_send > 0)
+
+    def forget(self, channel: Channel) -> None:
+        """Close a channel; `on_lost` is not called."""
+        if channel in self.channels:
+            self._loop.forget(channel)
+            del self.channels[channel]
+            self._unproven.pop(channel, None)
+            channel.close()
+
+    def _lose(self, channel: Channel) -> None:
+        self.forget(channel)
+        self._on_lost(channel)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptors are left, or the caller has gone
+            if self._unproven:
+                self._lose(next(iter(self._unproven)))
+            else:
+                time.sleep(_NO_DESCRIPTORS_S)
+            return
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            keep_alive(sock)
+        channel = Channel(sock, self._token, server=True)
+        self.channels[channel] = self._unproven[channel] = None
+        self._loop.watch(channel, partial(self._read, channel))
+        self.flush(channel)
+        if len(self._unproven) > MOST_UNPROVEN:
+            self._lose(next(iter(self._unproven)))
+
+    def _read(self, channel: Channel) -> None:
+        try:
+            channel.flush()
+            frames = channel.receive()
+        except OSError:
+            frames = None
+        if frames is None:
+            self._lose(channel)
+            return
+        if channel.proven:
+            self._unproven.pop(channel, None)
+        try:
+            if frames:
+                self._on_frames(channel, frames)
+        except ConnectionError:  # what was said is no message of ours
+            if channel in self.channels:
+                self._lose(channel)
+            return
+        self.flush(channel)

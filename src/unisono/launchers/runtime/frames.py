@@ -257,15 +257,11 @@ def find_user_frame(frame: FrameType | None) -> FrameType | None:
 
 def is_of_user(frame: FrameType) -> bool:
     """Whether a frame is neither ours, nor torch's or Python's own."""
-    file = frame.f_code.co_filename
-    if is_ours(frame) or _is_of_torch(frame) or file.startswith("<frozen "):
+    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    is_torchs = module.partition(".")[0] == "torch" or module in _WRAPPERS
+    if is_ours(frame) or is_torchs or file.startswith("<frozen "):
         return False
     return not file.startswith(_LIBRARY + os.sep) or "site-packages" in file
-
-
-def _is_of_torch(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__", ""))
-    return module.partition(".")[0] == "torch" or module in _WRAPPERS
 
 
 def _find_rule(frame: FrameType) -> str:

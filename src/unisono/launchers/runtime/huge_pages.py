@@ -1,7 +1,10 @@
 """Huge pages, of 2 MiB instead of 4 KiB: whether this kernel gives them, and memory of several processes on them.
 
 A training step passes over much memory once, so each page costs it a walk through tables, in a virtual machine two.
-The C library asks for huge pages for its own memory (`glibc.malloc.hugetlb`, see launchers/environment.py).
+The C library asks for huge pages for its own memory (`glibc.malloc.hugetlb`, see launchers/processes.py).
+
+Also which pages of a private mapping this process has copies of its own of, as it wrote to them: all others show the
+file, whoever changes it. Linux says which are which, by 8 bytes a page.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ __all__ = [
     "HugePages",
     "advise",
     "are_wanted",
+    "drop_copied",
     "fill_with_huge_pages",
+    "find_copied",
     "map_shared",
     "read_huge_pages",
 ]
@@ -145,3 +150,35 @@ def fill_with_huge_pages(address: int, nbytes: int) -> int:
 def are_wanted() -> bool:
     """Whether the user has not said otherwise."""
     return os.environ.get(VARIABLE) != "0"
+
+
+# Pages that were written to ------------------------------------------------------------------------------------------
+
+
+_TABLE = "/proc/self/pagemap"
+_FLAGS = 61  # the lowest of three bits of an entry: a page of a file (1), swapped out (2), in memory (4)
+
+
+def find_copied(address: int, nbytes: int) -> list[tuple[int, int]] | None:
+    """Where copies begin and end, in bytes from `address`, the beginning of a page; None: the kernel does not say."""
+    import numpy as np
+
+    first, count = address // mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE)
+    try:
+        with open(_TABLE, "rb", buffering=0) as file:
+            raw = os.pread(file.fileno(), 8 * count, 8 * first)
+    except OSError:
+        return None
+    if len(raw) < 8 * count:
+        return None
+    flags = np.frombuffer(raw, np.uint64) >> np.uint64(_FLAGS)
+    copied = (flags > 1) & (flags % 2 == 0)
+    if not copied.any():
+        return []
+    edges = np.flatnonzero(np.diff(copied, prepend=False, append=False)).reshape(-1, 2)
+    return [(int(a) * mmap.PAGESIZE, int(b) * mmap.PAGESIZE) for a, b in edges]
+
+
+def drop_copied(address: int, nbytes: int) -> None:
+    """Let go of all copies: the pages show the file again."""
+    advise(address, nbytes, mmap.MADV_DONTNEED)

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.launchers.runtime.local_path import local_path
-from unisono.launchers.runtime.machine import read_boot_id, usable_cores
+from unisono.launchers.runtime.files import local_path
+from unisono.launchers.runtime.machine import read_boot_id, read_start, usable_cores
 
 __all__ = [
     "FOLDER",
@@ -159,7 +159,7 @@ def is_running(run: dict[str, Any]) -> bool | None:
     pid, start = run.get("launcher_pid"), run.get("launcher_start")
     if not isinstance(pid, int) or pid <= 0:
         return False
-    return _find_start(pid) == start if start is not None else _exists(pid)
+    return read_start(pid) == start if start is not None else _exists(pid)
 
 
 def name_rank_file(place: int) -> str:
@@ -283,7 +283,7 @@ class RunFolder:
             "report": "",
             "exit_status": None,
             "launcher_pid": os.getpid(),
-            "launcher_start": _find_start(os.getpid()),
+            "launcher_start": read_start(os.getpid()),
             "boot": _find_boot(),
             "page": None,
             **known,
@@ -393,13 +393,3 @@ def _exists(pid: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def _find_start(pid: int) -> int | None:
-    """When a process was started, in the kernel's count: it tells a process from a later one of the same number."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return None

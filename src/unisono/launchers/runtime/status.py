@@ -1,4 +1,4 @@
-"""The status page: each worker's step and current activity, in memory that outlives the worker.
+"""The status page: each worker's step and activity, in memory that outlives the worker; and how its program ends.
 
 The launcher makes the page (an anonymous file) and every worker inherits it, so the launcher can still say what a
 worker was doing when it was killed without warning. Writing is a store into mapped memory: well under a microsecond.
@@ -11,21 +11,28 @@ import json
 import mmap
 import os
 import struct
+import sys
+import time
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from unisono.launchers.runtime.memfd import anonymous_file
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.variables import read_worker_number
 
 __all__ = [
     "BEAT_S",
+    "ENDED",
     "StatusPage",
     "WorkerStatus",
     "attach",
     "beat",
+    "describe_ending",
+    "describe_failure",
     "is_attached",
     "note",
+    "note_ending",
+    "note_failure",
     "note_wish",
     "read_regroup_request",
     "read_step",
@@ -199,3 +206,43 @@ def report(kind: str, **fields: Any) -> None:
     line = json.dumps({"kind": kind, **fields}) + "\n"
     with contextlib.suppress(OSError):  # the launcher is gone, and this process is about to go
         os.write(int(os.environ["UNISONO_REPORT_FD"]), line.encode())
+
+
+# How the program ends ------------------------------------------------------------------------------------------------
+
+
+ENDED = "has ended its program"
+_noted = ""
+
+
+def note_ending(text: str) -> None:
+    """Note how the program ended, such as "has ended its program with status 0"."""
+    global _noted
+    _noted = text
+
+
+def note_failure(error: BaseException) -> None:
+    """Note that an error ended the program."""
+    note_ending(describe_failure(error))
+
+
+def describe_ending() -> str:
+    """How it ends, when, and after which step; asked when the interpreter shuts down.
+
+    >>> describe_ending().startswith("has ended its program")
+    True
+    """
+    error = getattr(sys, "last_value", None)  # set for an error that nobody caught
+    how = _noted or (ENDED if error is None else describe_failure(error))
+    step = _step
+    return f"{how} at {time.strftime('%H:%M:%S')}" + (f", after step {step}" if step is not None else "")
+
+
+def describe_failure(error: BaseException) -> str:
+    """An error in one line.
+
+    >>> describe_failure(ValueError("a bad batch"))
+    'has failed (ValueError: a bad batch)'
+    """
+    lines = str(error).splitlines()
+    return f"has failed ({type(error).__name__}{f': {lines[0][:160]}' if lines else ''})"

@@ -1,7 +1,10 @@
 """The store in which ranks meet: keys and values in memory, for those who prove that they know the run's secret.
 
 One thread, no torch, no pickle. A question about a key that is not there yet is answered when it is: nobody asks twice.
-What strangers can use up is limited (channel_server.py), and so are keys and values.
+What strangers can use up is limited (channel.py), and so are keys and values.
+
+A message is a letter and some strings of bytes, of which nothing is evaluated or unpickled. One that is longer than a
+frame comes in several; how long it will be is said in its first, so one that is too long is refused before it is kept.
 
 | question | parts | answer |
 |---|---|---|
@@ -24,16 +27,93 @@ What strangers can use up is limited (channel_server.py), and so are keys and va
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from unisono.launchers.runtime.channel import Channel, Frame
-from unisono.launchers.runtime.channel_server import ChannelServer
-from unisono.launchers.runtime.event_loop import EventLoop
-from unisono.launchers.runtime.store_messages import ANSWER, LONGEST_KEY, PROBLEM, Message, MessageReader, pack_parts
+from unisono.launchers.runtime.channel import Channel, ChannelServer, Frame, NotProven
+from unisono.launchers.runtime.local_channel import EventLoop
 
-__all__ = ["StoreServer"]
+__all__ = [
+    "ANSWER",
+    "LONGEST_KEY",
+    "LONGEST_MESSAGE",
+    "PROBLEM",
+    "Message",
+    "MessageReader",
+    "StoreServer",
+    "pack_parts",
+    "send_message",
+]
+
+LONGEST_KEY = 4096
+LONGEST_MESSAGE = 32 << 20
+ANSWER, PROBLEM = "=", "!"
+_LENGTH = struct.Struct("<I")
+
+
+class Message(NamedTuple):
+    """`kind` is a letter of store_server.py's list, ANSWER, or PROBLEM with a text."""
+
+    kind: str
+    parts: list[bytes]
+
+
+def send_message(channel: Channel, kind: str, parts: Sequence[bytes] = ()) -> None:
+    """Queue a message, and send what can be sent now."""
+    channel.send(kind, pack_parts(parts))
+
+
+def pack_parts(parts: Sequence[bytes]) -> bytes:
+    """The contents of the frames of a message; ValueError if it is too long."""
+    body = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+    if len(body) > LONGEST_MESSAGE:
+        raise ValueError(f"a message of {len(body)} bytes to a store; expected at most {LONGEST_MESSAGE}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class MessageReader:
+    """Puts the frames of one connection together."""
+
+    def __init__(self) -> None:
+        self._kind, self._left, self._body = "", 0, bytearray()
+
+    def read(self, frames: Iterable[Frame]) -> Iterator[Message]:
+        """The messages that these frames complete."""
+        for kind, piece in frames:
+            if not self._left:
+                if len(piece) < _LENGTH.size:
+                    raise NotProven("a message without a length")
+                (length,) = _LENGTH.unpack_from(piece)
+                if length > LONGEST_MESSAGE:
+                    raise NotProven(f"a message of {length} bytes")
+                self._kind, self._left, self._body = kind, length, bytearray()
+                piece = piece[_LENGTH.size :]
+            if kind != self._kind or len(piece) > self._left:
+                raise NotProven("a message whose frames do not belong together")
+            self._left -= len(piece)
+            self._body += piece
+            if not self._left:
+                yield Message(kind, list(_split(bytes(self._body))))
+
+
+def _split(body: bytes) -> Iterator[bytes]:
+    place = 0
+    while place < len(body):
+        if len(body) - place < _LENGTH.size:
+            raise NotProven("a part without a length")
+        (length,) = _LENGTH.unpack_from(body, place)
+        place += _LENGTH.size
+        if length > len(body) - place:
+            raise NotProven("a part that is longer than its message")
+        yield body[place : place + length]
+        place += length
+
+
+# The server ----------------------------------------------------------------------------------------------------------
+
 
 MOST_BYTES = 512 << 20  # of all keys and values
 MOST_KEYS = 1 << 20
@@ -54,6 +134,7 @@ class StoreServer:
     """Serves from `start` to `close`; connections made before `start` are served then."""
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self.listener = listener
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
@@ -67,15 +148,15 @@ class StoreServer:
         self._is_closing = False
         self._thread = threading.Thread(target=self._serve, name="unisono-store", daemon=True)
         self._questions: dict[str, tuple[int, Callable[..., Sequence[bytes] | None]]] = {
-            "S": (2, self._set),
+            "S": (2, self._keep),
             "A": (2, self._add),
             "X": (3, self._compare_set),
             "D": (1, self._delete),
-            "N": (0, self._count),
-            "K": (0, self._list),
-            "P": (2, self._append),
+            "N": (0, lambda: [b"%d" % len(self._values)]),
+            "K": (0, lambda: list(self._values)),
+            "P": (2, lambda key, value: self._keep(key, self._values.get(key, b"") + value)),
             "U": (2, self._push),
-            "L": (1, self._measure_queue),
+            "L": (1, lambda key: [b"%d" % len(self._queues.get(key, ()))]),
         }
 
     @property
@@ -126,7 +207,11 @@ class StoreServer:
             elif message.kind == "C":
                 answer = [_digit(all(key in self._values for key in message.parts))]
             elif message.kind == "M":
-                answer = self._set_many(message.parts)
+                if len(message.parts) % 2:
+                    raise ValueError("a key without a value")
+                for key, value in zip(message.parts[::2], message.parts[1::2], strict=True):
+                    self._keep(key, value)
+                answer = []
             else:
                 if message.kind not in self._questions:
                     raise ValueError(f"this store knows no question {message.kind!r}")
@@ -203,16 +288,6 @@ class StoreServer:
             raise ValueError(f"the store is full: it holds at most {MOST_BYTES} bytes and {MOST_KEYS} keys")
         self._bytes += more
 
-    def _set(self, key: bytes, value: bytes) -> None:
-        self._keep(key, value)
-
-    def _set_many(self, parts: Sequence[bytes]) -> Sequence[bytes]:
-        if len(parts) % 2:
-            raise ValueError("a key without a value")
-        for key, value in zip(parts[::2], parts[1::2], strict=True):
-            self._keep(key, value)
-        return []
-
     def _add(self, key: bytes, number: bytes) -> Sequence[bytes]:
         there = self._values.get(key, b"0")
         if len(there) > 20 or len(number) > 20:
@@ -238,15 +313,6 @@ class StoreServer:
             self._bytes -= len(key) + len(value)
         return [_digit(value is not None)]
 
-    def _count(self) -> Sequence[bytes]:
-        return [b"%d" % len(self._values)]
-
-    def _list(self) -> Sequence[bytes]:
-        return list(self._values)
-
-    def _append(self, key: bytes, value: bytes) -> None:
-        self._keep(key, self._values.get(key, b"") + value)
-
     def _push(self, key: bytes, value: bytes) -> None:
         queue = self._queues.get(key)
         self._count_bytes(key, len(value) + (len(key) if queue is None else 0), queue is None)
@@ -263,9 +329,6 @@ class StoreServer:
             del self._queues[key]
             self._bytes -= len(key)
         return value
-
-    def _measure_queue(self, key: bytes) -> Sequence[bytes]:
-        return [b"%d" % len(self._queues.get(key, ()))]
 
 
 def _name(kind: str, key: bytes) -> bytes:

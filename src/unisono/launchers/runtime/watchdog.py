@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from unisono.launchers.runtime import status, stops
+from unisono.launchers.runtime import debug_pause, status
 from unisono.launchers.runtime.variables import are_checks_on
 
 __all__ = ["Watchdog", "find_watchdog", "watch_alone"]
@@ -28,7 +28,7 @@ class _Wait:
 
     def __init__(self, what: str, deadline_s: float) -> None:
         self.what, self.deadline_s = what, deadline_s
-        self.began = time.monotonic() - stops.ended_s  # the time in which people debug does not count
+        self.began = time.monotonic() - debug_pause.ended_s  # the time in which people debug does not count
         self.told = 0  # how many of the two words were said
         self.is_noted = False
 
@@ -74,7 +74,7 @@ class Watchdog:
     def _watch(self) -> None:
         while os.getpid() == self.pid:
             self._beat()
-            self.look(time.monotonic() - stops.paused_s())
+            self.look(time.monotonic() - debug_pause.paused_s())
             if self._changed.wait(min(status.BEAT_S, self._shortest_s / 50)):
                 self._changed.clear()
 

@@ -1,7 +1,7 @@
 """The agent of one worker: an engine starts it on the worker's host, and it starts and watches that worker.
 
 Started by start.py, without torch. UNISONO_AGENT in the environment is JSON: `launcher` (addresses), `token`, `engine`
-(whose variables name the rank), `page` (meeting_page.py), `heartbeat_s` (None if workers stay), `parent` (the process
+(whose variables name the rank), `page` (meeting.py), `heartbeat_s` (None if workers stay), `parent` (the process
 with which the agent ends, if any).
 
 1. Reach the launcher, say who this is (the engine's rank), and wait until all workers of this attempt are there.
@@ -27,27 +27,26 @@ from dataclasses import asdict
 from typing import Any
 
 from unisono.launchers import guard
-from unisono.launchers.engines.engine import AGENT
-from unisono.launchers.environment import threads_per_worker, worker_environment
-from unisono.launchers.meeting_page import open_page
-from unisono.launchers.processes import Command, Pipes, Process, open_starter
+from unisono.launchers.engines.engine import AGENT, UNREACHED
+from unisono.launchers.meeting import open_page, store_variables
+from unisono.launchers.processes import Command, Process, open_starter, threads_per_worker, worker_environment
 from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
-from unisono.launchers.runtime.event_loop import EventLoop
+from unisono.launchers.runtime.files import anonymous_file
+from unisono.launchers.runtime.launch_env import Place, read_place
+from unisono.launchers.runtime.local_channel import EventLoop
 from unisono.launchers.runtime.machine import interface_of_address, read_boot_id, read_namespaces
-from unisono.launchers.runtime.memfd import anonymous_file
-from unisono.launchers.runtime.place import Place, read_place
 from unisono.launchers.runtime.run_folder import FOLDER, FOLDER_ID
-from unisono.launchers.runtime.stack_dump import VARIABLE as STACKS
+from unisono.launchers.runtime.stacks import VARIABLE as STACKS
+from unisono.launchers.runtime.stacks import StackFiles
 from unisono.launchers.runtime.status import StatusPage
-from unisono.launchers.stacks import StackFiles
-from unisono.launchers.store import store_variables
 from unisono.launchers.worker.program import die_with
 
-__all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "serve_worker"]
+__all__ = ["Agent", "OneWorkerAgent", "identity", "serve_worker"]
 
-UNREACHED, _DRAIN_S = 97, 10.0
+_DRAIN_S = 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _ON_LOSS = ((0.0, signal.SIGKILL),)
+_FRAMES = {"stdout": "o", "stderr": "e", "report": "r"}  # in which the contents of a worker's pipes travel
 
 
 class Agent(ABC):
@@ -130,8 +129,10 @@ class Agent(ABC):
     def _start_worker(self, start: dict[str, Any]) -> None:
         self._set_up(start)
         self._page = self._page or StatusPage.create(self.place.size)
-        report_fd, report_end = os.pipe()
-        descriptors = {"UNISONO_STATUS_FD": self._page.fd, "UNISONO_REPORT_FD": report_end, **_engine_descriptors()}
+        descriptors = {"UNISONO_STATUS_FD": self._page.fd}
+        mpich = os.environ.get("PMI_FD", "")  # its connection for MPI_Init, which it left open for the worker itself
+        if mpich.isdigit() and os.path.exists(f"/proc/self/fd/{mpich}"):
+            descriptors["PMI_FD"] = int(mpich)
         descriptors[STACKS] = self._stacks.open(self.place.rank)
         descriptors |= self._more_descriptors()
         if start["page"]:
@@ -151,12 +152,7 @@ class Agent(ABC):
             stderr=subprocess.PIPE,
         )
         process = self._process = self._starter.start(command)
-        os.close(report_end)
-        self._report_fd = report_fd
-        fds = {"o": process.stdout, "e": process.stderr, "r": report_fd}  # by the kinds of frames that they go into
-        self._pipes = Pipes(self._loop, fds, self._send)
-        if process.pid_fd is not None:
-            self._loop.watch(process.pid_fd, self._on_exit)
+        process.watch(self._loop, lambda name, data: self._send(_FRAMES[name], data), self._on_exit)
         self._send_status("started")
 
     def _more_descriptors(self) -> dict[str, int]:
@@ -216,8 +212,11 @@ class Agent(ABC):
             self._pump(0.1 if self._process.pid_fd is None or self._schedule else None)
             self._on_exit()
         self._drain()
-        if self._status == 0 and self._result >= 0:
-            self._send_result()
+        size, done = os.fstat(self._result).st_size if self._status == 0 and self._result >= 0 else 0, 0
+        while done < size and not self._lost:
+            piece = os.pread(self._result, 1 << 20, done)
+            self._send("R", piece)
+            done += len(piece)
         self._send_status("ended", status=self._status)
 
     def _pump(self, wait_s: float | None) -> None:
@@ -245,7 +244,8 @@ class Agent(ABC):
 
     def _drain(self) -> None:
         """Pass on what the worker has said last."""
-        self._pipes.drain()
+        assert self._process is not None
+        self._process.drain()
 
     def _on_exit(self) -> None:
         assert self._process is not None
@@ -253,13 +253,6 @@ class Agent(ABC):
             self._status = self._process.exit_status()
             if self._status is not None and self._process.pid_fd is not None:
                 self._loop.forget(self._process.pid_fd)
-
-    def _send_result(self) -> None:
-        size, done = os.fstat(self._result).st_size, 0
-        while done < size and not self._lost:
-            piece = os.pread(self._result, 1 << 20, done)
-            self._send("R", piece)
-            done += len(piece)
 
     def _send_status(self, kind: str, **fields: Any) -> None:
         assert self._page is not None
@@ -283,11 +276,7 @@ class Agent(ABC):
                 self._lose_launcher()
 
     def _send_json(self, **fields: Any) -> None:
-        if not self._lost:
-            try:
-                self.channel.send_json(**fields)
-            except OSError:
-                self._lose_launcher()
+        self._send("J", json.dumps(fields).encode())
 
     @abstractmethod
     def _lose_launcher(self) -> None:
@@ -314,45 +303,29 @@ class OneWorkerAgent(Agent):
         """Serve to the end; returns the exit status for the engine."""
         self._take_signals()
         self._say_hello()
-        while self._start is None and not self._is_ending:
+        while self._start is None and not self._lost and self._leave is None and not self._schedule:
             self._pump(None)
         if self._start is None:
             return self._leave or 1
         try:
             self._start_worker(self._start)
             self._watch()
-            self._await_leave()
+            # Until the launcher knows how the worker ended, or is gone.
+            deadline = time.monotonic() + _DRAIN_S
+            while self._leave is None and not self._lost and time.monotonic() < deadline:
+                self._pump(deadline - time.monotonic())
+                if self._terminated:  # the engine does not wait
+                    deadline = min(deadline, time.monotonic() + 0.5)
         finally:
             self._clean_up()
-        return self._leave if self._leave is not None else self._code()
-
-    @property
-    def _is_ending(self) -> bool:
-        return self._lost or self._leave is not None or bool(self._schedule)
-
-    def _await_leave(self) -> None:
-        """Wait until the launcher knows how the worker ended, or is gone."""
-        deadline = time.monotonic() + _DRAIN_S
-        while self._leave is None and not self._lost and time.monotonic() < deadline:
-            self._pump(deadline - time.monotonic())
-            if self._terminated:  # the engine does not wait
-                deadline = min(deadline, time.monotonic() + 0.5)
+        if self._leave is not None or self._status is None:
+            return 1 if self._leave is None else self._leave
+        return 128 - self._status if self._status < 0 else self._status
 
     def _lose_launcher(self) -> None:
         self._lost = True
         self._loop.forget(self.channel)
         self._stop(_ON_LOSS)
-
-    def _code(self) -> int:
-        if self._status is None:
-            return 1
-        return 128 - self._status if self._status < 0 else self._status
-
-
-def _engine_descriptors() -> dict[str, int]:
-    """What the engine left open for the worker itself: MPICH's connection for MPI_Init."""
-    text = os.environ.get("PMI_FD", "")
-    return {"PMI_FD": int(text)} if text.isdigit() and os.path.exists(f"/proc/self/fd/{text}") else {}
 
 
 def identity() -> str:

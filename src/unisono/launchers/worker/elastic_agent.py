@@ -23,13 +23,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.engines.engine import UNREACHED
 from unisono.launchers.runtime import membership
 from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
+from unisono.launchers.runtime.files import anonymous_file
+from unisono.launchers.runtime.launch_env import Place
 from unisono.launchers.runtime.local_channel import LocalChannel
-from unisono.launchers.runtime.memfd import anonymous_file
-from unisono.launchers.runtime.place import Place
 from unisono.launchers.runtime.status import StatusPage
-from unisono.launchers.worker.agent import UNREACHED, Agent
+from unisono.launchers.worker.agent import Agent
 
 __all__ = ["ElasticAgent"]
 
@@ -61,7 +62,6 @@ class ElasticAgent(Agent):
         self._log_sent = b""  # what the launcher was sent of it
 
     def serve(self) -> int:
-        """See Agent."""
         self._take_signals()
         self._limit_silence()
         self._say_hello()
@@ -151,8 +151,7 @@ class ElasticAgent(Agent):
     def _retire(self) -> None:
         """Close everything that belongs to a worker that has ended."""
         assert self._process is not None
-        self._pipes.forget()
-        os.close(self._report_fd)
+        self._process.forget()
         os.close(self._log_fd)
         self._drop_control()
         for fd in (self._payload, self._result):

@@ -18,6 +18,7 @@ import gc
 import importlib
 import io
 import os
+import resource
 import select
 import signal
 import sys
@@ -34,7 +35,6 @@ __all__: list[str] = []
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 _RUN = "UNISONO_RUN"
-_MOST_FDS = 250  # the kernel passes at most 253 in a message
 
 
 def main(fd: int, owner: int, idle_s: float, path: str) -> int:
@@ -63,7 +63,6 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
 # What training needs: torch, what optimizers import at their first use, and all that `unisono` exports. Names, as it is
 # the workers that use these, not this program.
 _PRELOADED = ("unisono", "numpy", "torch", "torch._dynamo", "cloudpickle", "unisono.launchers.worker.program")
-
 _LATER = (
     "huggingface",
     "keras",
@@ -134,7 +133,10 @@ class _Server:
         while not (self.owner_gone or idle or (self.stopping and not self.connections)):
             door = [] if self.stopping else [self.door.fileno()]
             owner = [self.owner_fd] if self.owner_fd >= 0 else []
-            ready = self._poll([*door, *owner, *self.connections, *self._process_fds()])
+            processes = [connection.peer_fd for connection in self.connections.values()]
+            for connection in self.connections.values():
+                processes += [fd for fd in connection.workers if fd not in connection.ended]
+            ready = self._poll([*door, *owner, *self.connections, *processes])
             idle = not ready and not self.connections and not self.dying
             for fd in ready:
                 if fd in owner:
@@ -144,7 +146,9 @@ class _Server:
                 elif (request := self._on_ready(fd)) is not None:
                     return request
             self._reap()
-        self._end()
+        for connection in list(self.connections.values()):
+            self._close(connection)
+        self._unlink()
         return None
 
     def _poll(self, fds: Sequence[int]) -> list[int]:
@@ -155,12 +159,6 @@ class _Server:
         if self.dying:
             wait_s = 0.02
         return [fd for fd, _ in poll.poll(None if wait_s is None else wait_s * 1000)]
-
-    def _process_fds(self) -> list[int]:
-        found = [connection.peer_fd for connection in self.connections.values()]
-        for connection in self.connections.values():
-            found += [fd for fd in connection.workers if fd not in connection.ended]
-        return found
 
     def _on_door(self) -> None:
         """A run connects: to the listening socket, or with a socket that the program sends."""
@@ -191,7 +189,10 @@ class _Server:
                 self._close(connection)
             elif fd in connection.workers and fd not in connection.ended:
                 connection.ended.add(fd)
-                self._tell(connection, kind="ended", pid=connection.workers[fd], status=_status_of(fd))
+                how = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)  # does not reap it
+                assert how is not None
+                status = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
+                self._tell(connection, kind="ended", pid=connection.workers[fd], status=status)
         return None
 
     def _on_message(self, connection: _Connection) -> _Request | None:
@@ -271,11 +272,6 @@ class _Server:
     def _reap(self) -> None:
         self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
-    def _end(self) -> None:
-        for connection in list(self.connections.values()):
-            self._close(connection)
-        self._unlink()
-
     def _unlink(self) -> None:
         if self.path:
             with contextlib.suppress(OSError):
@@ -291,13 +287,6 @@ class _Server:
         if self.owner_fd >= 0:
             os.close(self.owner_fd)
         self.door.close()
-
-
-def _status_of(fd: int) -> int:
-    """How a worker ended, without reaping it."""
-    result = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
-    assert result is not None
-    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
 def _shadowed_modules(folder: str, before: Sequence[str]) -> list[str]:
@@ -342,7 +331,9 @@ def _become_worker(request: _Request, python_path: Sequence[str]) -> list[str]:
         os.close(fd)
     os.umask(body["umask"])
     os.sched_setaffinity(0, body["cores"])
-    _set_limits(body["limits"])
+    for name, soft in body["limits"].items():
+        kind = getattr(resource, name)
+        resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1]))
     _replace_environment(body, request.descriptors)
     entries = [os.path.abspath(e) for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e]
     sys.path[:] = list(dict.fromkeys([*entries, *python_path]))
@@ -375,14 +366,6 @@ def _replace_streams(fds: Sequence[int]) -> None:
         new.mode = "r" if number == 0 else "w"  # type: ignore[misc]
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
-
-
-def _set_limits(soft: Mapping[str, int]) -> None:
-    import resource
-
-    for name, value in soft.items():
-        hard = resource.getrlimit(getattr(resource, name))[1]
-        resource.setrlimit(getattr(resource, name), (value, hard))
 
 
 def _replace_environment(body: Mapping[str, Any], descriptors: Mapping[str, int]) -> None:

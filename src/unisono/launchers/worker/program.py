@@ -32,7 +32,7 @@ __all__ = ["die_with", "main"]
 _HERE = os.path.abspath(__file__)
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
 _MESSAGE_CHARACTERS = 100_000
-_STACKS_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0  # as runtime/stack_dump.py has it
+_STACKS_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0  # as runtime/stacks.py has it
 
 
 class _Reports:
@@ -55,16 +55,23 @@ def main(arguments: Sequence[str]) -> int:
     """Run the program that `arguments` name, and return this process's exit status."""
     die_with(int(os.environ.pop("UNISONO_LAUNCHER_PID")))
     _fix_import_path()
-    _keep_descriptors_private()
-    _give_torch_the_store()
+    for (
+        name,
+        value,
+    ) in os.environ.items():  # programs that this worker starts get the variables, but not the descriptors
+        if name.startswith("UNISONO_") and name.endswith("_FD"):
+            os.set_inheritable(int(value), False)
+    # Groups that the program makes itself, by torch.distributed, meet in the launcher's store, with its secret.
+    if _RENDEZVOUS in sys.modules:
+        _replace_opening(sys.modules[_RENDEZVOUS])
+    else:
+        sys.meta_path.insert(0, _WhenImported())
     _replace_breakpoints()
     reports = _Reports(int(os.environ["UNISONO_REPORT_FD"]))
     # Ignored where the launcher was started in the background of a script; only the launcher can send it here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=reports.fd, all_threads=False)
-    if (
-        _STACKS_SIGNAL and "UNISONO_STACKS_FD" in os.environ
-    ):  # the handler is C: it answers while native code holds Python's lock
+    if _STACKS_SIGNAL and "UNISONO_STACKS_FD" in os.environ:  # answers from C, while native code holds Python's lock
         faulthandler.register(_STACKS_SIGNAL, file=int(os.environ["UNISONO_STACKS_FD"]), all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # so that lines show as they are printed, also in a pipe or a file
@@ -86,23 +93,8 @@ def die_with(launcher: int) -> None:
         os._exit(1)
 
 
-def _keep_descriptors_private() -> None:
-    """Programs that this worker starts get the variables but not the descriptors: they are not workers."""
-    for name, value in os.environ.items():
-        if name.startswith("UNISONO_") and name.endswith("_FD"):
-            os.set_inheritable(int(value), False)
-
-
 _RENDEZVOUS = "torch.distributed.rendezvous"
 _GROUPS = "unisono.world.torch_groups"  # a name, as it is the program that uses it, where it makes a group
-
-
-def _give_torch_the_store() -> None:
-    """Groups that the program makes itself, by torch.distributed, meet in the launcher's store, with its secret."""
-    if _RENDEZVOUS in sys.modules:
-        _replace_opening(sys.modules[_RENDEZVOUS])
-    else:
-        sys.meta_path.insert(0, _WhenImported())
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
@@ -262,7 +254,10 @@ def _open_debugger(error: BaseException) -> None:
 def _cut_frames(error: BaseException) -> types.TracebackType | None:
     """Cut the frames that started the program from the traceback."""
     frames = error.__traceback__
-    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file not in (_HERE, __file__, runpy.__file__) and not file.startswith("<frozen "):
+            break
         frames = frames.tb_next
     error.__traceback__ = frames
     return frames
@@ -270,7 +265,7 @@ def _cut_frames(error: BaseException) -> types.TracebackType | None:
 
 def _note_ending(call: str, how: object) -> None:
     """Note how the program ended, for ranks that still wait for this one, if it used any."""
-    ending = sys.modules.get("unisono.launchers.runtime.exit_status")
+    ending = sys.modules.get("unisono.launchers.runtime.status")
     if ending is not None:
         getattr(ending, call)(how)
 
@@ -303,10 +298,6 @@ def _report_error(error: BaseException, reports: _Reports) -> None:
     if sys.excepthook is not sys.__excepthook__:  # the program, or a library of its, asked to be told
         sys.excepthook(type(error), error, frames)
     sys.stdout.flush()
-
-
-def _is_ours(filename: str) -> bool:
-    return filename in (_HERE, __file__, runpy.__file__) or filename.startswith("<frozen ")
 
 
 if __name__ == "__main__":

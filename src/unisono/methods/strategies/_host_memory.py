@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from unisono.launchers.runtime.copied_pages import drop_copied, find_copied
 from unisono.launchers.runtime.frames import warn_user
+from unisono.launchers.runtime.huge_pages import drop_copied, find_copied
 from unisono.methods.buckets import alignment
 from unisono.world import Mismatch, World
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from unisono.launchers.runtime import faults
-from unisono.launchers.runtime.fault_script import Fault
-from unisono.launchers.runtime.faults import Armed
+from unisono.launchers.runtime.faults import Armed, Fault
 from unisono.methods.exchange.windows import if_alive
 from unisono.methods.model_copies import add_hook
 from unisono.world import World

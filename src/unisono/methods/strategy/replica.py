@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.launchers.runtime import status, stops
+from unisono.launchers.runtime import debug_pause, status
 from unisono.methods.buckets import load_optimizer
 from unisono.methods.checks import AtLeast, check_settings
 from unisono.methods.exchange.overlap import is_held
@@ -234,8 +234,8 @@ class Replica:
             self._faults.before_count(self)
         self.world.ledger.step(self)
         status.note(step=self.world.ledger.step_count)
-        if stops.active:
-            stops.look("step")
+        if debug_pause.active:
+            debug_pause.look("step")
         self.world.run_tolerating_loss(self._compare_ranks)
         if self._faults is not None:
             self._faults.after_count()

@@ -133,7 +133,7 @@ class PageBeside:
 
 
 def _main() -> None:
-    from unisono.launchers.stacks import ask_for_stacks
+    from unisono.launchers.control import ask_for_stacks
     from unisono.observe.live.server import serve_page
 
     with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.launchers.runtime import exit_status
+from unisono.launchers.runtime import status
 from unisono.launchers.runtime.machine import read_boot_id
 from unisono.launchers.runtime.run_folder import FORMAT, SUMMED, WRITE_S, find_version, find_write_s
 from unisono.observe.runs.backward import Losses, follow_backward, leave_backward
@@ -176,7 +176,7 @@ class Recorder:
         with self._lock:
             if self.is_closed or os.getpid() != self._pid:
                 return
-            how = exit_status.describe_ending()
+            how = status.describe_ending()
             outcome = outcome if outcome is not None else read_outcome(how)
             self.write(last=True)
             self._lines.write(
@@ -281,7 +281,7 @@ class Recorder:
 
 
 def read_outcome(how: str) -> str:
-    """One word for how a program ended, from what `runtime.exit_status` says of it.
+    """One word for how a program ended, from what `runtime.status` says of it.
 
     >>> read_outcome("has ended its program with status 0 at 15:53:30"), read_outcome("has ended its program")
     ('ok', 'ok')

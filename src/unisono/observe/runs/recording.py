@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from unisono.launchers.runtime import status
-from unisono.launchers.runtime.place import read_place
+from unisono.launchers.runtime.launch_env import read_place
 from unisono.launchers.runtime.run_folder import FOLDER, FOLDER_ID, PLACE, RunFolder, find_runs_folder
 from unisono.launchers.runtime.variables import read_worker_number
 from unisono.observe.runs.lines import find_writer

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.launchers.runtime.link_text import Link
+from unisono.launchers.runtime.link_emulation import Link
 from unisono.launchers.runtime.machine import host_bytes, usable_cores
 from unisono.methods.model_copies import add_hook
 from unisono.methods.spec import build, describe

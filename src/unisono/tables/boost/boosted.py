@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.launchers.runtime.local_path import local_path
+from unisono.launchers.runtime.files import local_path
 from unisono.tables.boost.library import BoostSettings, find_library
 from unisono.tables.estimators.conventions import (
     BaseEstimator,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from unisono.launchers.engines.pickled import Packed
+from unisono.launchers.engines.engine import Packed
 from unisono.launchers.engines.ray import is_dataset, read_dataset, split_dataset
 from unisono.tables.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
 from unisono.tables.map_reduce.rounds import MapReduce, Round

@@ -19,9 +19,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from unisono.launchers.engines.pickled import Packed
+from unisono.launchers.engines.engine import Packed
 from unisono.launchers.engines.spark import is_frame, is_rdd
-from unisono.launchers.table_files import arrow_columns
+from unisono.launchers.runtime.table_part import arrow_columns
 from unisono.tables.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
 from unisono.tables.map_reduce.rounds import MapReduce, Round
 from unisono.tables.map_reduce.worker_data import join_batches, split

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono import rng
-from unisono.launchers.runtime.local_path import local_path
+from unisono.launchers.runtime.files import local_path
 from unisono.methods.buckets import load_optimizer
 from unisono.packing import pack
 from unisono.training.checkpoint.folder import (

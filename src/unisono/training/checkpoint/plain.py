@@ -9,7 +9,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.launchers.runtime.local_path import local_path
+from unisono.launchers.runtime.files import local_path
 from unisono.training.checkpoint import safetensors
 from unisono.training.checkpoint.checkpoint import find_newest, warn_of_damage
 from unisono.training.checkpoint.folder import Contents, read_folder

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from unisono.background import close_queues
-from unisono.launchers.runtime.exit_status import describe_ending
 from unisono.launchers.runtime.frames import CalledByAll, warn_user
+from unisono.launchers.runtime.status import describe_ending
 
 Op = Literal["sum", "mean", "max", "min", "product", "and", "or", "xor"]
 UNKNOWN = float("nan")

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
-from unisono.launchers.runtime import stops
-from unisono.launchers.runtime.exit_status import ENDED
+from unisono.launchers.runtime import debug_pause
 from unisono.launchers.runtime.frames import find_current_call
+from unisono.launchers.runtime.status import ENDED
 from unisono.world.transports import (
     DTYPE_CODES,
     DTYPES,
@@ -239,7 +239,7 @@ class MeetingPage:
         if not is_behind(counters[at], target) or (self.spin and counters.spin(at, target)):
             fence()
             return
-        began, wait = time.perf_counter() - stops.ended_s, None
+        began, wait = time.perf_counter() - debug_pause.ended_s, None
         try:
             while is_behind(seen := counters[at], target):
                 counters.sleep(at, seen)
@@ -259,7 +259,7 @@ class MeetingPage:
     def _check_peer(self, at: int, target: int, rank: int, what: str, began: float) -> None:
         """Raise if `rank` has left or died, or has been waited for too long."""
         who = f"{self.noun} {rank}" + (f" (process {self._watch.pids[rank]})" if self._watch is not None else "")
-        waited_s = time.perf_counter() - stops.ended_s - began
+        waited_s = time.perf_counter() - debug_pause.ended_s - began
         waited = f"waited {waited_s:.1f} s for it in {what}"
         has_died = self._watch is not None and self._watch.has_died(rank)
         reason = self._read(rank * ROW + _REASON, rank * ROW + _WAITS)
@@ -276,7 +276,7 @@ class MeetingPage:
             raise self.give_up(error)
         if has_died:
             raise self.give_up(PeerLost(f"{who} has died: killed, or ended by os._exit; {waited}"))
-        if waited_s > self.timeout_s and stops.clock() - began > self.timeout_s:  # not while people debug
+        if waited_s > self.timeout_s and debug_pause.clock() - began > self.timeout_s:  # not while people debug
             theirs = self.read_wait(rank)
             why = f"it waits in {theirs}" if theirs else "is it alive, and do all ranks call the same collectives?"
             raise self.give_up(

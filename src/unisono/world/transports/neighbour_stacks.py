@@ -14,9 +14,8 @@ import threading
 import time
 import weakref
 
-from unisono.launchers.runtime import stack_dump, status, watchdog
-from unisono.launchers.runtime.place_sampler import list_frames
-from unisono.launchers.runtime.stack_text import WorkerStack, find_kind, judge
+from unisono.launchers.runtime import stacks, status, watchdog
+from unisono.launchers.runtime.stacks import WorkerStack, find_kind, judge, list_frames
 
 __all__ = ["BYTES", "Neighbours"]
 
@@ -31,7 +30,7 @@ class Neighbours:
     def __init__(self, memory: mmap.mmap, rank: int, pids_at: list[int], rows_at: list[int]) -> None:
         """`pids_at`, `rows_at`: where each rank's process and the rest of it lie."""
         self._memory, self._rank, self._pids_at, self._rows_at = memory, rank, pids_at, rows_at
-        file = None if status.is_attached() else stack_dump.answer_here()
+        file = None if status.is_attached() else stacks.answer_here()
         self._fd = file.fd if file is not None else -1
         self._said = 0.0
         self.beat()
@@ -55,11 +54,11 @@ class Neighbours:
         self._said = now
         self.beat()
         pids = [int(struct.unpack_from("i", self._memory, at)[0]) for at in self._pids_at]
-        files = [stack_dump.open_file(pid, fd) for pid, (fd, _, _) in zip(pids, rows, strict=True)]
+        files = [stacks.open_file(pid, fd) for pid, (fd, _, _) in zip(pids, rows, strict=True)]
         known = {pid: file for pid, file in zip(pids, files, strict=True) if file is not None}
-        texts = stack_dump.read_stacks(known)
+        texts = stacks.read_stacks(known)
         workers = [
-            WorkerStack(r, pid, "", texts.get(pid, ""), (), stack_dump.read_state(pid), now - rows[r][1], what)
+            WorkerStack(r, pid, "", texts.get(pid, ""), (), stacks.read_state(pid), now - rows[r][1], what)
             for r, pid in enumerate(pids)
         ]
         for file in known.values():

@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unisono.launchers.runtime.link_emulation import Wire
-from unisono.launchers.runtime.link_text import Link, parse_link
+from unisono.launchers.runtime.link_emulation import Link, Wire, parse_link
 from unisono.launchers.runtime.machine import read_boot_id
 from unisono.world.transports import CallDescription, Op, Transport, find_group
 from unisono.world.transports.arithmetic import NATIVE, count_bytes

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
-from unisono.launchers.runtime import stops
+from unisono.launchers.runtime import debug_pause
+from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.frames import find_current_call
 from unisono.launchers.runtime.huge_pages import map_shared
-from unisono.launchers.runtime.memfd import anonymous_file
 from unisono.world.transports import (
     CallDescription,
     CallSignature,
@@ -67,18 +67,18 @@ class Hub:
         def is_in_vain() -> bool:
             return self.lost is not None or not self.left.keys().isdisjoint(ranks)
 
-        began, wait = stops.clock(), LongWait()
+        began, wait = debug_pause.clock(), LongWait()
         while not self.changed.wait_for(lambda: ready() or is_in_vain(), min(_LOOK_S, self.timeout_s)):
             wait.check()
             self._compare_waits(me, ranks)
-            if stops.clock() - began > self.timeout_s:
+            if debug_pause.clock() - began > self.timeout_s:
                 wait.end()
                 waits = "".join(f"; rank {r} waits in {where}" for r, where in self._find_waits(me, ranks).items())
                 raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s{waits}")
         wait.end()
         if not ready():
             gone = " and ".join(f"rank {r} {why}" for r, why in sorted(self.left.items()) if r in ranks)
-            error = PeerLost(f"{self.lost or gone}; waited {stops.clock() - began:.1f} s in {what}")
+            error = PeerLost(f"{self.lost or gone}; waited {debug_pause.clock() - began:.1f} s in {what}")
             done = [r for r, why in self.left.items() if r in ranks and why == RETURNED]
             error.ended = done[0] if done and self.lost is None else None
             raise error

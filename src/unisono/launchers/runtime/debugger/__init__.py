@@ -18,15 +18,13 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from unisono.launchers.runtime import status
+from unisono.launchers.runtime.channel import SECRET, derive_secret
+from unisono.launchers.runtime.debug_pause import DEBUGGER
 from unisono.launchers.runtime.debugger import agent as agents
 from unisono.launchers.runtime.debugger.agent import Agent, RankThread, end_agent, find_agent, start_agent
-from unisono.launchers.runtime.debugger.attaching import announce, forget
-from unisono.launchers.runtime.debugger.hub import Hub
-from unisono.launchers.runtime.debugger.link import HubConnection, connect_to_hub
+from unisono.launchers.runtime.debugger.hub import Hub, HubConnection, announce, connect_to_hub, forget
 from unisono.launchers.runtime.frames import find_user_frame
 from unisono.launchers.runtime.machine import address_towards
-from unisono.launchers.runtime.secret import SECRET, derive_secret
-from unisono.launchers.runtime.stops import DEBUGGER
 from unisono.launchers.runtime.variables import read_worker_number
 
 __all__ = ["RankThreads", "breakpoint", "follow", "make_token", "post_mortem"]
@@ -172,7 +170,7 @@ class RankThreads:
 
     def open(self) -> None:
         """Open the hub and connect all ranks that have entered."""
-        from unisono.launchers.runtime.debugger.terminal import TerminalPrompt
+        from unisono.launchers.runtime.debugger.prompt import TerminalPrompt
 
         with self._lock:
             if self._hub is not None:

@@ -1,7 +1,7 @@
 """The debugger inside a worker: a thread that is connected to the hub, and the rank's program, which it may stop.
 
-The program stops by itself: at `un.breakpoint()`, and where it looks (stops.py) after the hub has asked for it. A rank
-that waits in a collective for others does not come that far; the thread then answers for it.
+The program stops by itself: at `un.breakpoint()`, and where it looks (debug_pause.py) after the hub has asked for it. A
+rank that waits in a collective for others does not come that far; the thread then answers for it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unisono.launchers.runtime import stops
-from unisono.launchers.runtime.debugger.link import HubConnection
+from unisono.launchers.runtime import debug_pause
+from unisono.launchers.runtime.debugger.hub import HubConnection
 from unisono.launchers.runtime.frames import describe_place, find_user_frame, is_ours
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Agent:
         self._asked_alone: int | None = None  # the thread in which an expression is evaluated that not all ranks have
         self._every = False
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        stops.on_look(self.look)
+        debug_pause.on_look(self.look)
         self._thread = threading.Thread(target=self._listen, name="unisono debugger", daemon=True)
         self._thread.start()
 
@@ -93,7 +93,7 @@ class Agent:
         if not self.is_off and error.__traceback__ is not None:
             self._pdb.stop_after(error, error.__traceback__)
 
-    def look(self, moment: stops.Moment) -> None:
+    def look(self, moment: debug_pause.Moment) -> None:
         """Stop where this has been asked for. After an operation: at the next line, as what was done here is done.
 
         Where another has come to a breakpoint that all ranks come to, this one is given the time to: it waits for the
@@ -114,13 +114,13 @@ class Agent:
                     self._pdb.stop_at(frame, "asked")
 
     def may_stop(self, why: str) -> bool:
-        """See `Commands`."""
+        """Whether there is still someone who wants this rank to stop."""
         return not self.is_off and not (why in ("step", "asked") and self._is_canceled)
 
     def stopped(self, place: str, why: str, text: str) -> None:
-        """See `Commands`."""
+        """Called when this rank has stopped."""
         with self._lock:
-            stops.begin_pause()
+            debug_pause.begin_pause()
             self._stops += 1
             self._is_stopped = True
             self._set_asked(False)
@@ -131,7 +131,7 @@ class Agent:
             self._take({"kind": "leave"})
 
     def next_command(self) -> tuple[int, str] | None:
-        """See `Commands`."""
+        """The next command, with its number; None: go on, and stop no more. Blocks."""
         while True:
             message = self._commands.get()
             match message["kind"]:
@@ -144,7 +144,7 @@ class Agent:
                     raise Ended("the run was ended from the debugger's prompt")
 
     def answer(self, number: int, text: str, *, goes_on: bool) -> None:
-        """See `Commands`."""
+        """Send what a command printed."""
         self._evaluate_alone(False)
         with self._lock:
             self._is_stopped = self._is_stopped and not goes_on
@@ -174,7 +174,7 @@ class Agent:
         match message["kind"]:
             case "stop":
                 with self._lock:
-                    stops.begin_pause()
+                    debug_pause.begin_pause()
                     self._is_canceled = False
                     self._may_come = 2 if message.get("every") else 0
                     self._set_asked(not self._is_stopped)
@@ -201,7 +201,7 @@ class Agent:
         self._releases += 1
         if message.get("stops", self._stops) < self._stops and self._is_stopped and how != "abort":
             return
-        stops.end_pause()
+        debug_pause.end_pause()
         self._is_canceled = True
         self._set_asked(False)
         if self._is_stopped:
@@ -278,7 +278,7 @@ is_child = False  # of a worker, by fork
 
 
 def _set_active() -> None:
-    stops.active = any(agent.looks for agent in list(_agents.values()))
+    debug_pause.active = any(agent.looks for agent in list(_agents.values()))
 
 
 def find_agent() -> Agent | None:
@@ -316,7 +316,7 @@ def _begin_anew_in_child() -> None:
     for agent in _agents.values():
         agent.disown()
     _agents.clear()
-    stops.active = False
+    debug_pause.active = False
 
 
 os.register_at_fork(after_in_child=_begin_anew_in_child)

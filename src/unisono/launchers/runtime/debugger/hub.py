@@ -5,25 +5,42 @@ The launcher has the hub, or rank 0 where there is no launcher of ours. It passe
 1. When one worker stops, all others are asked to.
 2. Nobody stays stopped without someone who could let it go on: when the prompt is gone, a worker has died, or no prompt
    came in time, all go on.
+
+`unisono debug` finds the hub of a run by a file in the user's own folder, with its address and what opens it.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from unisono.launchers.runtime.channel import Channel, Frame
-from unisono.launchers.runtime.channel_server import ChannelServer
-from unisono.launchers.runtime.event_loop import EventLoop
-from unisono.launchers.runtime.stops import DEBUGGER_WAIT_S
+from unisono.launchers.runtime.channel import Channel, ChannelServer, Frame, connect
+from unisono.launchers.runtime.debug_pause import DEBUGGER_WAIT_S
+from unisono.launchers.runtime.files import NotPrivate, find_private_folder
+from unisono.launchers.runtime.local_channel import EventLoop
 
-__all__ = ["Hub", "read_wait_s"]
+__all__ = [
+    "TEXT_CHARACTERS",
+    "Announced",
+    "Hub",
+    "HubConnection",
+    "announce",
+    "attach",
+    "connect_to_hub",
+    "forget",
+    "list_announced",
+    "read_wait_s",
+]
 
 _WAIT_S = 300.0
 _LOOK_S = 1.0
@@ -120,16 +137,13 @@ class Hub:
         while not self._is_closing:
             self._loop.pump(_LOOK_S)
             self._server.drop_late()
-            self._check_deadline(time.monotonic())
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self.say(
+                    f"unisono: nobody has attached within {self.wait_s:g} s ({DEBUGGER_WAIT_S}): the workers go on, "
+                    "and pass over further breakpoints"
+                )
+                self._release("leave")
         self._server.close()
-
-    def _check_deadline(self, now: float) -> None:
-        if self._deadline is not None and now > self._deadline:
-            self.say(
-                f"unisono: nobody has attached within {self.wait_s:g} s ({DEBUGGER_WAIT_S}): the workers go on, and "
-                "pass over further breakpoints"
-            )
-            self._release("leave")
 
     # Connections ------------------------------------------------------------------------------------------------------
 
@@ -262,3 +276,118 @@ class Hub:
     def _tell_prompt(self, **fields: Any) -> None:
         if self._prompt is not None:
             self._server.send(self._prompt, **fields)
+
+
+# The other ends ------------------------------------------------------------------------------------------------------
+
+
+TEXT_CHARACTERS = 200_000  # of one answer: a message fits into one frame
+
+
+class HubConnection:
+    """A worker's or a prompt's connection to the hub; blocking, and usable from any thread."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._lock = threading.Lock()
+
+    def send(self, **fields: Any) -> bool:
+        """Send a message; False if the hub is gone."""
+        try:
+            with self._lock:
+                self.channel.send_json(**fields)
+        except OSError:
+            return False
+        return True
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Messages from the hub, until it is gone."""
+        while True:
+            try:
+                frames = self.channel.receive()
+            except (OSError, ValueError):
+                return
+            if frames is None:
+                return
+            for frame in frames:
+                yield frame.json()
+
+    def shut(self) -> None:
+        """End the connection, also for a thread that reads it now."""
+        with contextlib.suppress(OSError):
+            self.channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        self.channel.close()
+
+
+def connect_to_hub(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 10.0) -> HubConnection:
+    """A link to the hub; Unreachable where none of its addresses answers."""
+    return HubConnection(connect(addresses, token, timeout_s=timeout_s))
+
+
+# How `unisono debug` finds a hub -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A run that can be attached to."""
+
+    run: str
+    program: str
+    pid: int  # of the hub's process
+    address: tuple[str, int]
+    token: str
+
+
+def announce(hub: Hub, program: str) -> None:
+    """Have `unisono debug` find the hub; if the folder cannot be used, the run goes on without."""
+    address = ("127.0.0.1", hub.address[1])
+    text = json.dumps(
+        {"run": hub.run, "program": program, "pid": os.getpid(), "address": address, "token": hub.token.hex()}
+    )
+    try:
+        path = _find_file(hub.run)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(text)
+    except (OSError, NotPrivate) as error:
+        hub.say(f"unisono: `unisono debug` will not find this run: {error}")
+        return
+    atexit.register(_remove, path, os.getpid())
+
+
+def forget(hub: Hub) -> None:
+    """Remove the file of a hub that was closed."""
+    with contextlib.suppress(NotPrivate):
+        _remove(_find_file(hub.run), os.getpid())
+
+
+def list_announced() -> list[Announced]:
+    """The runs of this user on this host whose hub is there."""
+    found = []
+    for path in sorted(find_private_folder().glob("debug-*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # just written, or just removed
+            said = json.loads(path.read_text())
+            host, port = said["address"]
+            run = Announced(said["run"], said["program"], int(said["pid"]), (host, port), said["token"])
+            if os.path.exists("/proc") and not os.path.exists(f"/proc/{run.pid}"):
+                path.unlink()  # of a process that was killed
+            else:
+                found.append(run)
+    return found
+
+
+def attach(run: Announced) -> HubConnection:
+    """Connect a prompt to a run's hub."""
+    return connect_to_hub([run.address], bytes.fromhex(run.token), timeout_s=3.0)
+
+
+def _find_file(run: str) -> Path:
+    return find_private_folder() / f"debug-{run}.json"
+
+
+def _remove(path: Path, owner: int) -> None:
+    if owner == os.getpid():  # not in a forked child
+        path.unlink(missing_ok=True)

@@ -1,18 +1,27 @@
-"""The prompt of the debugger: what a person types goes to all ranks, and equal answers are shown once."""
+"""The prompt of the debugger: what a person types goes to all ranks, and equal answers are shown once.
+
+In the terminal or the notebook of the hub's own process the prompt has a thread of its own. It reads the terminal by
+itself, line by line: `input()` could not be given up when the run ends in between, and would take the next line that is
+meant for somebody else.
+"""
 
 from __future__ import annotations
 
+import contextvars
+import os
 import queue
+import select
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.launchers.runtime.debugger.link import HubConnection
+from unisono.launchers.runtime.debugger.hub import Hub, HubConnection, connect_to_hub
 from unisono.units import parse_ranks, show_ranks
 
-__all__ = ["Prompt"]
+__all__ = ["Prompt", "TerminalPrompt"]
 
 _HELP = """\
   w, where          where each rank is
@@ -176,10 +185,9 @@ class Prompt:
                 if (waiting and now == before) or time.monotonic() > deadline:
                     return
                 before = now
-            self._await(self._have_all_stopped, _LOOK_S)
-
-    def _have_all_stopped(self) -> bool:
-        return len(self._ranks) >= self._size and all(rank.stopped for rank in self._ranks.values())
+            self._await(
+                lambda: len(self._ranks) >= self._size and all(rank.stopped for rank in self._ranks.values()), _LOOK_S
+            )
 
     def _show_stops(self) -> None:
         """Show where all ranks have stopped, with the line or the error there."""
@@ -188,7 +196,9 @@ class Prompt:
         shown: dict[str, list[int]] = {}
         for number, rank in sorted(self._ranks.items()):
             if rank.stopped is not None:
-                text = rank.text if rank.why == "exception" else _take_source(rank.text)
+                lines = rank.text.splitlines()
+                source = [line for line in lines if line.startswith("-> ")]  # of the program, as pdb shows it
+                text = rank.text if rank.why == "exception" else "\n".join(source)
                 shown.setdefault(f"at {rank.stopped}\n{text}".rstrip(), []).append(number)
             else:
                 shown.setdefault(rank.running, []).append(number)
@@ -297,6 +307,95 @@ class Prompt:
             self._write(f"{show_ranks(late)}: no answer within {_ANSWER_S:g} s")
 
 
-def _take_source(text: str) -> str:
-    """The line of the program, as pdb shows it."""
-    return "\n".join(line for line in text.splitlines() if line.startswith("-> "))
+# In this process's terminal or notebook ------------------------------------------------------------------------------
+
+
+class TerminalPrompt:
+    """For the hub of this process; `open` is its `open_prompt`. Made where the terminal belongs to: its context."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._console: _Terminal | _Notebook | None = None
+        self._context = contextvars.copy_context()  # by which a notebook knows the cell
+
+    def open(self) -> bool:
+        """Show the prompt; False if there is no terminal."""
+        self._console = _find_console()
+        if self._console is None:
+            return False
+        threading.Thread(
+            target=self._context.copy().run, args=(self._converse, self._console), name="unisono prompt", daemon=True
+        ).start()
+        return True
+
+    def _converse(self, console: _Terminal | _Notebook) -> None:
+
+        try:
+            link = connect_to_hub([("127.0.0.1", self._hub.address[1])], self._hub.token)
+        except ConnectionError:  # the hub was closed in this moment
+            return
+        Prompt(link, console.read, console.write).run()
+        link.close()
+
+    def close(self) -> None:
+        """End a read that is under way, and read no more."""
+        if self._console is not None:
+            self._console.close()
+
+
+class _Terminal:
+    """Reads and writes a terminal, whatever the standard streams are."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._fd = descriptor
+        self._wakes, self._waker = os.pipe()
+        self._rest = b""
+
+    def read(self, prompt: str) -> str:
+        os.write(self._fd, prompt.encode())
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([self._fd, self._wakes], [], [])
+            if self._wakes in ready:
+                raise EOFError
+            data = os.read(self._fd, 4096)
+            if not data:
+                raise EOFError
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode("utf-8", "replace")
+
+    def write(self, text: str) -> None:
+        os.write(self._fd, (text + "\n").encode())
+
+    def close(self) -> None:
+        os.write(self._waker, b"x")
+
+
+class _Notebook:
+    """Asks and prints in a notebook's cell."""
+
+    def read(self, prompt: str) -> str:
+        return input(prompt)
+
+    def write(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """The kernel's own: the cell may show a field that nobody reads any more."""
+
+
+def _find_console() -> _Terminal | _Notebook | None:
+    if "ipykernel" in sys.modules:
+        return _Notebook()
+    try:
+        descriptor = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # none, as under a batch system
+        return None
+    try:
+        is_ours = os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:
+        is_ours = False
+    if not is_ours:  # in the background: reading would stop this process
+        os.close(descriptor)
+        return None
+    return _Terminal(descriptor)

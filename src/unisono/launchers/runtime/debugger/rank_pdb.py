@@ -10,12 +10,15 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from unisono.launchers.runtime.debugger.link import TEXT_CHARACTERS
+from unisono.launchers.runtime.debugger.hub import TEXT_CHARACTERS
 from unisono.launchers.runtime.frames import describe_place, find_user_frame, is_of_user
 
-__all__ = ["Commands", "RankPdb"]
+if TYPE_CHECKING:
+    from unisono.launchers.runtime.debugger.agent import Agent
+
+__all__ = ["RankPdb"]
 
 # What would read a terminal that is not here, or would not come back.
 _REFUSED = {
@@ -44,28 +47,10 @@ def _without_readline() -> Iterator[None]:
             del sys.modules["readline"]
 
 
-class Commands(Protocol):
-    """Where the commands of a stopped rank come from, and its answers go."""
-
-    is_off: bool  # breakpoints are passed over
-
-    def may_stop(self, why: str) -> bool:
-        """Whether there is still someone who wants this rank to stop."""
-
-    def stopped(self, place: str, why: str, text: str) -> None:
-        """Called when this rank has stopped."""
-
-    def next_command(self) -> tuple[int, str] | None:
-        """The next one, with its number; None: go on, and stop no more. Blocks."""
-
-    def answer(self, number: int, text: str, *, goes_on: bool) -> None:
-        """Send what a command printed."""
-
-
 class RankPdb(pdb.Pdb):
     """Python's pdb, whose commands come from the hub instead of a terminal."""
 
-    def __init__(self, commands: Commands) -> None:
+    def __init__(self, commands: Agent) -> None:
         self._text = io.StringIO()
         with _without_readline():
             super().__init__(stdin=io.StringIO(), stdout=self._text, nosigint=True, readrc=False)

@@ -1,17 +1,20 @@
-"""What a launcher knows of one worker, whether it runs on this host or an engine started it elsewhere."""
+"""What a launcher knows of one worker: of this host, or on an engine, by what its agent has said."""
 
 from __future__ import annotations
 
 import json
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from unisono.launchers.failures import Failure, failure_of_exit, read_failure
-from unisono.launchers.runtime.status import WorkerStatus
+from unisono.launchers.processes import Process
+from unisono.launchers.runtime.channel import Channel
+from unisono.launchers.runtime.status import StatusPage, WorkerStatus
 
-__all__ = ["Worker"]
+__all__ = ["LocalWorker", "RemoteWorker", "Worker"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,11 +38,6 @@ class Worker(ABC):
     @abstractmethod
     def read_status(self) -> WorkerStatus:
         """The worker's last known step and activity."""
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether it ends by itself, and need not be told to."""
-        return self.done or self.preempted or self.failure is not None
 
     def describe_process(self) -> str:
         """The process for a line of the log."""
@@ -88,3 +86,62 @@ class Worker(ABC):
         was_killed = self.done and (stopping or self.is_overdue)
         if status != 0 and self.failure is None and not self.preempted and not was_killed:
             self.failure = failure_of_exit(self.rank, status, now, self.text.decode("utf-8", "replace"))
+
+
+@dataclass(kw_only=True, eq=False)
+class LocalWorker(Worker):
+    """A worker that this process started."""
+
+    is_elsewhere: ClassVar[bool] = False
+
+    process: Process
+    page: StatusPage
+    schedule: list[tuple[float, signal.Signals]] = field(default_factory=list)  # signals still to be sent, and when
+
+    def read_status(self) -> WorkerStatus:
+        return self.page.read(self.rank)
+
+    def send(self, signum: signal.Signals) -> None:
+        """Send a signal to the worker's main process, if it has not ended."""
+        if self.ended is None:
+            self.process.send(signum)
+
+    def send_group(self, signum: signal.Signals) -> None:
+        """Send a signal to the worker and the children in its process group, if it has not ended."""
+        if self.ended is None:
+            self.process.send_group(signum)
+
+
+@dataclass(kw_only=True, eq=False)
+class RemoteWorker(Worker):
+    """One worker of one attempt, reached through its agent."""
+
+    is_elsewhere: ClassVar[bool] = True
+
+    channel: Channel
+    identity: str  # of its host, see agent.py
+    page: int | None = None  # the number of the launcher's meeting page, if its agent could open that
+    told: bool = False  # whether the launcher has told it to save and leave
+    status: WorkerStatus = field(default_factory=lambda: WorkerStatus(None, "", 0.0))
+    result: list[bytes] = field(default_factory=list)
+
+    def read_status(self) -> WorkerStatus:
+        return self.status
+
+    def take_report(self, data: bytes, now: float) -> Iterator[dict[str, Any]]:
+        for message in super().take_report(data, now):
+            if message.get("kind") == "preemptible":
+                self.status = replace(self.status, preemptible=bool(message.get("wanted")))
+            yield message
+
+    def take_status(self, message: dict[str, Any], now: float) -> None:
+        """Note what its agent says: the worker's process, its last step, what it is doing."""
+        if isinstance(message.get("pid"), int):
+            self.pid = message["pid"]
+        step, doing, since_s = message.get("step"), message.get("doing"), message.get("since_s")
+        self.status = replace(
+            self.status,
+            step=step if isinstance(step, int) else self.status.step,
+            doing=str(doing or ""),
+            doing_since=now - float(since_s or 0.0),
+        )

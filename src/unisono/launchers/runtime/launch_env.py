@@ -65,9 +65,13 @@ def read_place(env: Mapping[str, str] = os.environ, *, engine: str | None = None
 def _with_job(place: Place, env: Mapping[str, str]) -> Place:
     numbers = (place.engine, place.rank, place.size)
     if place.engine == "Slurm":
+        node, counts = number("SLURM_NODEID", 0, env), _counts(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        local = place.local_rank, counts[node] if node < len(counts) else 0
+        if "SLURM_GPUS_PER_TASK" in env:  # each worker sees its own devices only, as number 0
+            local = 0, 1
         return Place(
             *numbers,
-            *_slurm_local(place, env),
+            *local,
             job=f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}.{env.get('SLURM_RESTART_COUNT', '0')}",
             first_host=_first_name(env.get("SLURM_STEP_NODELIST", "")),
             launch_address=env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
@@ -78,13 +82,6 @@ def _with_job(place: Place, env: Mapping[str, str]) -> Place:
     elif place.engine == "MPI":
         job = f"{os.getppid()}"  # the proxy that started all workers of this host
     return Place(*numbers, place.local_rank, place.local_size, job=job)
-
-
-def _slurm_local(place: Place, env: Mapping[str, str]) -> tuple[int, int]:
-    if "SLURM_GPUS_PER_TASK" in env:  # each worker sees its own devices only, as number 0
-        return 0, 1
-    node, counts = number("SLURM_NODEID", 0, env), _counts(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return place.local_rank, counts[node] if node < len(counts) else 0
 
 
 def _counts(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""`unisono report`: what a recorded run was, where its time went, and what to make of it."""
+"""Commands that read what runs have left: their records, and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,22 +9,73 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.launchers.runtime.run_folder import NoSuchRun, find_run
+from unisono.cli.arguments import Command, parse_count
+from unisono.launchers.runtime.run_folder import NoSuchRun, find_run, find_runs_folder, list_runs
+from unisono.units import show_bytes
 
 if TYPE_CHECKING:
     from unisono.observe.reports.summary import Summary
     from unisono.observe.runs.reading import RunReader
 
-__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+__all__ = ["COMMANDS"]
 
-DESCRIPTION = """\
+# unisono runs -----------------------------------------------------------------------------------------------------
+
+_RUNS = """\
+The recorded runs, the newest first: name, when, workers, method, steps, loss, outcome. `unisono report NAME` shows
+one.
+"""
+_RUNS_MORE = """\
+They lie in $UNISONO_RUNS, or in ~/.local/state/unisono/runs. The oldest are removed beyond 50 runs or 1 GiB.
+
+examples:
+  unisono runs --last 5
+  unisono runs --json
+"""
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
+    parser.add_argument("--last", type=parse_count, metavar="N", help="only the newest N; default: all")
+
+
+def _run_runs(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from rich.console import Console
+
+    from unisono.observe.reports.summary import show_time, summarise
+    from unisono.observe.reports.text import list_run, print_runs
+    from unisono.observe.runs.reading import RunReader
+
+    found = []
+    for folder in list_runs()[: options.last]:
+        reader = RunReader(folder, ends=True)
+        reader.poll()
+        found.append(summarise(reader))
+    if options.json:
+        names = ("name", "folder", "started", "seconds", "workers", "strategy", "steps", "outcome", "exit_status")
+        whole = [one.as_json() for one in found]
+        print(json.dumps([{**{name: one[name] for name in names}, "loss": one["loss"]} for one in whole], indent=1))
+        return 0
+    if not found:
+        print(
+            f"unisono: no run is recorded in {find_runs_folder() or 'any folder (UNISONO_RUNS=off)'}", file=sys.stderr
+        )
+        return 0
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    print_runs([list_run(one, show_time(one.started)) for one in found], console)
+    return 0
+
+
+# unisono report ---------------------------------------------------------------------------------------------------
+
+_REPORT = """\
 What a run was, the cost of a step in compute, communication, waiting and data, bytes by kind, speed-up and efficiency,
 the slowest rank and why, how evenly data and work were split, losses and metrics, verdicts and changes of the world.
 
 Runs are recorded by `unisono run`; `unisono runs` lists them. A run that was killed, or whose record is damaged, gives
 a report of what is there, which says what is missing.
 """
-EPILOG = """\
+_REPORT_MORE = """\
 examples:
   unisono report last                          the newest run of this folder, in short
   unisono report last --html report.html       a page with charts that opens without a network
@@ -35,8 +86,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `report`."""
+def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, its name, or last")
     parser.add_argument(
         "--baseline", metavar="RUN", help="measure the speed-up against this run, such as one with -n 1"
@@ -47,8 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON instead")
 
 
-def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run `report`; gives the exit status."""
+def _run_report(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if len(options.runs) > 1 and (options.trace or options.png):
         parser.error("--png and --trace are of one run; give one")
     from unisono.observe.reports.summary import compare_with, summarise
@@ -116,3 +165,50 @@ def _write_files(options: argparse.Namespace, readers: list[RunReader], found: l
             return False
         print(f"unisono: wrote {path}", file=sys.stderr)
     return True
+
+
+# unisono export ---------------------------------------------------------------------------------------------------
+
+_EXPORT = """\
+Write the model of the newest whole checkpoint as one safetensors file, names as in the model's state_dict.
+
+It may be of any strategy, placement and number of workers. The tensors stream, in some ten MiB of memory. Model and
+optimizer in Python: un.read_checkpoint.
+"""
+_EXPORT_MORE = """\
+exit status: 0; 1 where there is no whole checkpoint; 2 where the file exists.
+
+examples:
+  unisono export run/checkpoint model.safetensors
+  unisono export run/checkpoint/step-1200 model.safetensors --overwrite
+"""
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a folder that un.save wrote to, or one checkpoint in it")
+    parser.add_argument("out", metavar="out.safetensors", help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+
+
+def _run_export(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from unisono.training.checkpoint import CheckpointError
+    from unisono.training.checkpoint.plain import export_model
+
+    try:
+        done = export_model(options.checkpoint, options.out, overwrite=options.overwrite)
+    except FileExistsError:
+        parser.error(f"{options.out} exists: give another name, or --overwrite")
+    except (CheckpointError, OSError, ValueError) as error:
+        print(f"unisono export: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"{done.path}: {done.tensors} tensors, {show_bytes(done.size_bytes)}, from {done.checkpoint} (step {done.step})"
+    )
+    return 0
+
+
+COMMANDS = {
+    "runs": Command(_RUNS, _RUNS_MORE, _add_runs, _run_runs),
+    "report": Command(_REPORT, _REPORT_MORE, _add_report, _run_report),
+    "export": Command(_EXPORT, _EXPORT_MORE, _add_export, _run_export),
+}

@@ -3,7 +3,8 @@
 #   make test   ruff, mypy, the site and most tests; installs the engines that some of them start
 #   make thorough  the same with all tests: before a release, and after a change of what tests/thorough.txt is about
 #   make quick  ruff, mypy and a part of the unit tests, for the loop of a developer
-#   make flaky RUNS=10 BUSY=2  the pool again and again, beside busy processes; a table of what failed at least once
+#   make flaky RUNS=10 BUSY=2 LOG=FILE  the pool again and again, beside busy processes; a table of what failed at least
+#               once, over all runs that FILE has; the same command again makes the runs that are left
 #   make gpu    what needs a CUDA device, by the Python that has one: make gpu PYTHON=python3
 #   make engines  only the tests that start real engines: MPI, Slurm, torchrun, ssh, Ray, Spark
 #   make dist   the wheel and the sdist in dist/, checked; make dist-test: used in an empty environment
@@ -47,7 +48,7 @@ quick: $(STAMP)
 RUNS ?= 10
 BUSY ?= 0
 flaky: all-tools
-	$(BIN)/python tests/flaky.py --runs $(RUNS) --busy $(BUSY)
+	$(BIN)/python tests/flaky.py --runs $(RUNS) --busy $(BUSY) $(if $(LOG),--log $(LOG))
 
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --cuda $$(grep -rl 'CUDA device' tests --include='test_*.py')

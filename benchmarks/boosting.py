@@ -39,7 +39,7 @@ from measure import finish, interleaved
 
 import unisono as un
 from unisono.boost import Forest, LightGBM, XGBoost
-from unisono.tables.boost.network_address import reserve_port
+from unisono.tables.boost.supervision import reserve_port
 from unisono.tables.map_reduce.worker_data import open_shared, share_arrays, split
 
 Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]

@@ -64,7 +64,7 @@ def made(rows: int, columns: int) -> Rows:
 def in_workers(sent: Any, repeats: int) -> dict[str, Any]:
     """Seconds of fits by a standing world, and of a gradient round."""
     from unisono.tables.estimators.fit_report import measure_speedup
-    from unisono.tables.estimators.losses import compute_value_and_gradient
+    from unisono.tables.estimators.linear_answers import compute_value_and_gradient
     from unisono.tables.estimators.row_blocks import ArrayTable, Rows
 
     world = un.join("cpu")

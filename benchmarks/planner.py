@@ -122,7 +122,6 @@ def worker(name: str, methods: list[str], rounds: int, plans: bool) -> None:
         find_candidates(methods),
         PlanSettings(budget_s=600.0),
         own="allreduce",
-        choose=lambda measured: [],
         finished=lambda: done.append(True),
     )
     while not done:
@@ -226,8 +225,7 @@ def run_simulation(asked: argparse.Namespace) -> dict[str, Any]:
     """From a plan at some hosts on the middle link: steps at 2, 4 and 8, simulated and measured."""
     from unisono.launchers.runtime.machine import usable_cores
     from unisono.predict.planner.measured import Measured
-    from unisono.predict.simulation.plan_file import make_plan
-    from unisono.predict.simulation.validation import compare_with_measured
+    from unisono.predict.simulation.plan_file import compare_with_measured, make_plan
 
     mbit = sorted(asked.mbit)[len(asked.mbit) // 2]
     common = ["--worker", "transformer", "--rounds", str(asked.rounds), "--methods", *SIMULATED]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.methods.strategy import Strategy as Strategy
     from unisono.methods.strategy import follow as follow
     from unisono.methods.strategy import parallel as parallel
-    from unisono.observe.runs.metrics import log as log
+    from unisono.observe.runs.recording import log as log
     from unisono.plugs import horovod as horovod
     from unisono.plugs import huggingface as huggingface
     from unisono.plugs import keras as keras
@@ -70,7 +70,7 @@ _EXPORTS = {  # names, and modules of which some need extras: `un.boost.XGBoost`
     "unisono.tables.map_reduce": "mapreduce",
     "unisono.training.progress": "EarlyStopping",
     "unisono.launchers.runtime.debugger": "breakpoint",
-    "unisono.observe.runs.metrics": "log",
+    "unisono.observe.runs.recording": "log",
     "unisono.methods.strategy": "Replica Strategy follow parallel",
     "unisono.training.trainer": "Callback Trainer",
     "unisono.world": "Handle Mismatch PeerLost World join preempted backend",

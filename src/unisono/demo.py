@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,17 +136,14 @@ def make_comparison(one: Result, many: Result) -> Any:
     grid.add_column("")
     for result in (one, many):
         grid.add_column(f"{result.workers} worker{'s' * (result.workers > 1)}", justify="right")
-
-    def add(name: str, values: Iterable[str]) -> None:
-        grid.add_row(name, *values)
-
-    add("accuracy on held-out digits", (f"{r.accuracy:.1%}" for r in (one, many)))
-    add("samples/s", (f"{r.samples_per_s:,.0f}" for r in (one, many)))
-    add("speed-up", (f"{r.samples_per_s / one.samples_per_s:.2f} ×" for r in (one, many)))
-    add("[bold]a step, mean over workers", (f"[bold]{r.mean_ms():.2f} ms" for r in (one, many)))
+    both = (one, many)
+    grid.add_row("accuracy on held-out digits", *(f"{r.accuracy:.1%}" for r in both))
+    grid.add_row("samples/s", *(f"{r.samples_per_s:,.0f}" for r in both))
+    grid.add_row("speed-up", *(f"{r.samples_per_s / one.samples_per_s:.2f} ×" for r in both))
+    grid.add_row("[bold]a step, mean over workers", *(f"[bold]{r.mean_ms():.2f} ms" for r in both))
     for kind in SPLIT:
-        shares = ((r.mean_ms(kind), r.mean_ms(kind) / r.mean_ms()) for r in (one, many))
-        add(f"  {kind}", (f"{ms:.2f} ms {share:>4.0%}" for ms, share in shares))
+        shares = ((r.mean_ms(kind), r.mean_ms(kind) / r.mean_ms()) for r in both)
+        grid.add_row(f"  {kind}", *(f"{ms:.2f} ms {share:>4.0%}" for ms, share in shares))
     return grid
 
 

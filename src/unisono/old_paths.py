@@ -1,4 +1,5 @@
-"""Import paths of before the package had rooms: `unisono.reducer` is `unisono.methods.reducer`, the same module.
+"""Import paths of before the package had rooms: `unisono.reducer` is `unisono.methods.reducer`, the same module. And of
+modules with public classes that have become a part of another.
 
 Programs, methods of one's own, pickles and recorded runs name modules by these paths. One finder serves them all, so
 that a module is one object under both names.
@@ -28,6 +29,12 @@ _MOVED = {
     "plugs": "comm_hook horovod huggingface keras lightning skorch",
 }
 _NEW_PATHS = {f"unisono.{name}": f"unisono.{room}.{name}" for room, names in _MOVED.items() for name in names.split()}
+_MERGED = {  # into another module
+    "unisono.predict.simulation.validation": "unisono.predict.simulation.plan_file",
+    "unisono.tables.boost.ensembles": "unisono.tables.boost.boosted",
+    "unisono.tables.boost.shared_model": "unisono.tables.boost.boosted",
+    "unisono.tables.estimators.online": "unisono.tables.estimators.logistic",
+}
 
 
 def find_new_path(name: str) -> str | None:
@@ -37,7 +44,9 @@ def find_new_path(name: str) -> str | None:
     ('unisono.methods.strategies.zero.units', None)
     """
     head = ".".join(name.split(".", 2)[:2])
-    return _NEW_PATHS[head] + name.removeprefix(head) if head in _NEW_PATHS else None
+    new = _NEW_PATHS[head] + name.removeprefix(head) if head in _NEW_PATHS else name
+    new = _MERGED.get(new, new)
+    return new if new != name else None
 
 
 def serve_old_paths() -> None:

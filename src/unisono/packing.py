@@ -80,11 +80,8 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 def to_bytes(obj: Any) -> bytes:
     """`pack` into one message: the header's length, the header in JSON, then each tensor's raw bytes."""
     tree, tensors = pack(obj)
-    if not tensors:
-        header = json.dumps([tree], separators=(",", ":")).encode()
-        return _LENGTH.pack(len(header)) + header
     layout = [[name, _dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()]
-    header = json.dumps([tree, layout], separators=(",", ":")).encode()
+    header = json.dumps([tree, layout] if layout else [tree], separators=(",", ":")).encode()
     return b"".join([_LENGTH.pack(len(header)), header, *(_raw(t).numpy().data for t in tensors.values())])
 
 
@@ -147,7 +144,9 @@ class _Packer:
         if kind is float:
             return obj if math.isfinite(obj) else {"!float": repr(obj)}
         if kind is dict:
-            return self._dict(obj, path)
+            if all(type(key) is str and not key.startswith("!") for key in obj):
+                return {key: self.tree(value, (*path, key)) for key, value in obj.items()}
+            return {"!dict": self._pairs(obj.items(), path)}
         if kind is list:
             return [self.tree(x, (*path, i)) for i, x in enumerate(obj)]
         if kind is tuple:
@@ -155,11 +154,6 @@ class _Packer:
         if isinstance(obj, torch.Tensor):
             return self._tensor(obj, path)
         return self._rare(obj, path)
-
-    def _dict(self, obj: dict[Any, Any], path: Path) -> Any:
-        if all(type(key) is str and not key.startswith("!") for key in obj):
-            return {key: self.tree(value, (*path, key)) for key, value in obj.items()}
-        return {"!dict": self._pairs(obj.items(), path)}
 
     def _pairs(self, items: Iterable[tuple[Any, Any]], path: Path) -> list[list[Any]]:
         pairs = []
@@ -179,10 +173,8 @@ class _Packer:
             if len(obj) <= _INLINE_BYTES:
                 return {"!bytes": base64.b64encode(obj).decode()}
             return {"!blob": self._store(_tensor_of(memoryview(obj), torch.uint8, [len(obj)]), path)}
-        if kind is OrderedDict:
-            return {"!ordered": self._pairs(obj.items(), path)}
-        if kind is Counter:
-            return {"!counter": self._pairs(obj.items(), path)}
+        if kind in (OrderedDict, Counter):
+            return {"!ordered" if kind is OrderedDict else "!counter": self._pairs(obj.items(), path)}
         if kind is torch.Size:
             return {"!size": list(obj)}
         if kind is torch.dtype:
@@ -203,15 +195,7 @@ class _Packer:
         self._kept.append(obj)
         obj = obj.detach()
         if obj.numel():
-            alias = (
-                obj.device,
-                obj.data_ptr(),
-                obj.shape,
-                obj.stride(),
-                obj.dtype,
-                obj.is_conj(),
-                obj.is_neg(),
-            )
+            alias = obj.device, obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, obj.is_conj(), obj.is_neg()
         if (name := self._names.get(alias)) is None:
             values = obj.resolve_conj().resolve_neg().cpu().contiguous()
             name = self._store(values if obj.dtype in _NATIVE else _raw(values), path)
@@ -368,11 +352,10 @@ def count_shape_bytes(shape: Any, itemsize: int) -> int:
 
 def _check_shape(shape: Any) -> list[int]:
     """A shape of at most `_MAX_DIMENSIONS` whole numbers of 64 bits, so that their product stays short."""
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+    is_short = isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS
+    if not is_short or not all(type(n) is int and 0 <= n <= _MAX_BYTES for n in shape):
         raise ValueError(f"a broken shape {_shorten(shape)}")
-    if not all(type(n) is int and 0 <= n <= _MAX_BYTES for n in shape):
-        raise ValueError(f"a broken shape {_shorten(shape)}")
-    return shape
+    return list(shape)
 
 
 def _expect(kind: type, value: Any) -> Any:

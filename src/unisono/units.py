@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 __all__ = [
     "as_json",
+    "parse_counts",
     "parse_duration",
+    "parse_number",
     "parse_ranks",
+    "parse_share_times",
     "parse_size",
     "show_bytes",
     "show_duration",
@@ -207,17 +211,16 @@ def parse_ranks(text: str, present: Iterable[int]) -> list[int]:
     >>> parse_ranks("0,2-3", range(4))
     [0, 2, 3]
     """
-    found: list[int] = []
+    found, there = set[int](), set(present)
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
+        asked = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not asked:
             raise ValueError(f"got @{text}; expected ranks, such as @2, @0,3 or @0-2, or @all")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    there = sorted(present)
-    missing = sorted(set(found) - set(there))
-    if missing:
-        raise ValueError(f"{show_ranks(missing)} not here; there are {show_ranks(there)}")
-    return sorted(set(found))
+        if missing := list(islice((rank for rank in asked if rank not in there), 100)):
+            raise ValueError(f"{show_ranks(missing)} not here; there are {show_ranks(there)}")
+        found.update(asked)
+    return sorted(found)
 
 
 def show_number(value: float | None) -> str:
@@ -254,3 +257,51 @@ def as_json(value: Any) -> Any:
 def _shorten(value: float, digits: int = 3) -> str:
     """So many digits, and never an exponent."""
     return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:.0f}"
+
+
+# Counts and shares -------------------------------------------------------------------------------------------------
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+
+
+def parse_number(text: str, name: str = "a number") -> int:
+    """How many, in words such as 25M; at least 1.
+
+    >>> parse_number("25M"), parse_number("1.3B"), parse_number("4_000")
+    (25000000, 1300000000, 4000)
+    """
+    found = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgbt]?)\s*", text.lower().replace("_", ""))
+    value = round(float(found[1]) * _SCALES[found[2]]) if found else 0
+    if not 1 <= value <= 10**15:
+        raise ValueError(f"{name}: got {text!r}, expected a count from 1 up, such as 300k, 25M or 1.3B")
+    return value
+
+
+def parse_counts(text: str, name: str = "workers") -> list[int]:
+    """Several counts, smallest first.
+
+    >>> parse_counts("64,8,10000")
+    [8, 64, 10000]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= 10**6 for part in parts):
+        raise ValueError(f"{name}: got {text!r}, expected counts from 1 to 1000000, such as 8,64,512")
+    return sorted({int(part) for part in parts})
+
+
+def parse_share_times(text: str, name: str = "slow workers") -> tuple[float, float]:
+    """A share and a factor.
+
+    >>> parse_share_times("1%x3")
+    (0.01, 3.0)
+    """
+    share, x, times = text.lower().partition("x")
+    factor = re.fullmatch(rf"\s*{_NUMBER}\s*", times)
+    if not x or not factor or not 1 <= float(factor[1]) < math.inf:
+        raise ValueError(f"{name}: got {text!r}, expected a share and a factor from 1 up, such as 1%x3")
+    found = re.fullmatch(rf"\s*{_NUMBER}\s*(%?)\s*", share)
+    value = float(found[1]) / (100 if found[2] else 1) if found else -1.0
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}: got {share!r}, expected a share from 0 to below 100%, such as 1%")
+    return value, float(factor[1])

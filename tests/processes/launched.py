@@ -36,8 +36,8 @@ class Launched:
             out, err = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.communicate()  # nothing of it is left for later tests to find
-            raise
+            said = self.process.communicate()  # and nothing of it is left for later tests to find
+            raise AssertionError(f"the launcher has not ended after {timeout_s} s; it said {said}") from None
         decoded = ((text or b"").decode("utf-8", "replace") for text in (out, err))
         return (self.process.returncode, *decoded)
 
@@ -45,11 +45,13 @@ class Launched:
         """Contents of the files that the scripts write when they are ready."""
         deadline = time.monotonic() + timeout_s
         files = [self.folder / name for name in names]
-        while not all(file.exists() and file.read_text().endswith("\n") for file in files):
-            assert self.process.poll() is None, f"the launcher ended early: {self.finish()}"
+        while True:
+            has_ended = self.process.poll() is not None  # asked first: what it has written by then is there
+            if all(file.exists() and file.read_text().endswith("\n") for file in files):
+                return [file.read_text().strip() for file in files]
+            assert not has_ended, f"the launcher ended early: {self.finish()}"
             assert time.monotonic() < deadline, f"no {names} after {timeout_s} s"
             time.sleep(0.01)
-        return [file.read_text().strip() for file in files]
 
     def written(self, *names: str) -> list[str]:
         """Contents of files that must exist, after the end."""

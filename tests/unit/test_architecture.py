@@ -163,7 +163,7 @@ def test_launchers_may_not_import_even_what_is_below_them(tmp_path: Path) -> Non
     files = {"launchers/runtime/place": "", "packing": "", "launchers/local": "", "launchers/remote": text}
     package = make_package(tmp_path, files)
     assert find_other_imports(package, "launchers", {"launchers.runtime"}) == [
-        "unisono.launchers.remote:3 imports unisono.packing"
+        "unisono.launchers.engine_run:3 imports unisono.packing"
     ]
 
 

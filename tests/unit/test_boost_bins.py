@@ -11,8 +11,8 @@ import scipy.sparse
 lightgbm = pytest.importorskip("lightgbm", reason="pip install 'unisono[boost]'")
 
 from unisono.boost import LightGBM  # noqa: E402
-from unisono.tables.boost.lgbm_bins import sample_columns  # noqa: E402
-from unisono.tables.boost.rank_rows import RankRows  # noqa: E402
+from unisono.tables.boost.boosting_worker import RankRows  # noqa: E402
+from unisono.tables.boost.lgbm import sample_columns  # noqa: E402
 from unisono.world.virtual import run_threads  # noqa: E402
 
 SMALL = {"n_estimators": 10, "n_jobs": 1}

@@ -9,7 +9,7 @@ xgboost = pytest.importorskip("xgboost", reason="pip install 'unisono[boost]'")
 lightgbm = pytest.importorskip("lightgbm", reason="pip install 'unisono[boost]'")
 
 from unisono.boost import Bagged, Forest  # noqa: E402
-from unisono.tables.boost.ensembles import FOREST  # noqa: E402
+from unisono.tables.boost.boosted import FOREST  # noqa: E402
 from unisono.tables.boost.library import find_library  # noqa: E402
 from unisono.world.virtual import run_threads  # noqa: E402
 

@@ -15,8 +15,8 @@ from unisono.methods.exchange.windows import StepHooks
 from unisono.methods.spec import SpecError, build, describe
 from unisono.methods.strategy import Replica
 from unisono.methods.strategy.changing import ChangingReplica
-from unisono.observe.runs.lines import FileWriter
 from unisono.observe.runs.recorder import Facts, Recorder
+from unisono.observe.runs.recording import FileWriter
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

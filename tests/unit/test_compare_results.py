@@ -6,9 +6,20 @@ import math
 
 import pytest
 
-from unisono.predict.compare.results import ONE_WORKER, Comparison, Trial, compare, find_target, loss_at
-from unisono.predict.compare.steps import STEP_FIELDS, Curve, RankSteps, merge_ranks, smooth
-from unisono.predict.compare.table import format_table
+from unisono.predict.compare.report import format_table
+from unisono.predict.compare.results import (
+    ONE_WORKER,
+    STEP_FIELDS,
+    Comparison,
+    Curve,
+    RankSteps,
+    Trial,
+    compare,
+    find_target,
+    loss_at,
+    merge_ranks,
+    smooth,
+)
 
 
 def curve(

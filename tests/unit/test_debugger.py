@@ -614,6 +614,10 @@ def test_ranks_are_read_and_shown() -> None:
     assert parse_ranks("3,0-1", range(4)) == [0, 1, 3]
     with pytest.raises(ValueError, match="ranks 4-5 not here"):
         parse_ranks("4-5", range(4))
+    with pytest.raises(ValueError, match="got @3-1; expected ranks"):
+        parse_ranks("3-1", range(4))
+    with pytest.raises(ValueError, match="not here; there are ranks 0-3"):
+        parse_ranks("0-99999999999999", range(4))
 
 
 def test_a_wait_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from unisono.cli import machine as command
 from unisono.cli.command_line import main
 from unisono.launchers import WorkerError
 from unisono.launchers.runtime.huge_pages import HugePages
-from unisono.observe.doctor import Finding, examine, host, installed, network, transports, worst_of
+from unisono.observe.doctor import Finding, examine, host, network, transports, worst_of
 
 
 def one(found: list[Finding], name: str = "") -> Finding:
@@ -36,33 +36,33 @@ def versions(**known: str) -> Callable[[str], str | None]:
     ("version", "state"), [((3, 9, 1), "bad"), ((3, 10, 0), "ok"), ((3, 13, 4), "ok"), ((3, 14, 0), "warn")]
 )
 def test_pythons_that_tests_run_with_are_told_from_others(version: tuple[int, ...], state: str) -> None:
-    assert one(installed.check_python(version)).state == state
+    assert one(host.check_python(version)).state == state
 
 
 @pytest.mark.parametrize(
     ("version", "state"), [("2.10.1", "bad"), ("2.11.0", "ok"), ("2.13.0+cpu", "ok"), ("2.14.0a0", "warn")]
 )
 def test_versions_of_torch_are_judged(version: str, state: str) -> None:
-    found = installed.check_required(versions(torch=version, numpy="2", rich="15"))
+    found = host.check_required(versions(torch=version, numpy="2", rich="15"))
     assert [each.state for each in found] == [state, "ok", "ok"]
 
 
 def test_what_is_required_and_missing_is_bad_and_advice_installs_it() -> None:
-    found = one(installed.check_required(versions(torch="2.13", rich="15")), "numpy")
+    found = one(host.check_required(versions(torch="2.13", rich="15")), "numpy")
     assert (found.state, found.advice) == ("bad", "pip install numpy")
 
 
 def test_a_copy_beside_the_installed_one_is_a_warning() -> None:
-    assert one(installed.check_package("1.0.0", Path(), versions(unisono="1.0.0"))).state == "ok"
-    assert "0.9" in one(installed.check_package("1.0.0", Path(), versions(unisono="0.9"))).advice
-    assert one(installed.check_package("1.0.0", Path(), versions())).state == "warn"
+    assert one(host.check_package("1.0.0", Path(), versions(unisono="1.0.0"))).state == "ok"
+    assert "0.9" in one(host.check_package("1.0.0", Path(), versions(unisono="0.9"))).advice
+    assert one(host.check_package("1.0.0", Path(), versions())).state == "warn"
 
 
 def test_extras_are_there_or_not_or_too_old() -> None:
     needs = ["numpy", 'ray[data]>=2.40; extra == "ray"', 'cloudpickle; extra == "ray"', 'wandb; extra == "wandb"']
     needs += ['xgboost-cpu>=3.0; extra == "boost"', 'pandas<3; extra == "spark"', 'pytest; extra == "dev"']
     there = {"ray": "2.39.1", "cloudpickle": "3", "pandas": "2.3.3", "xgboost": "3.1"}
-    found = {each.name: each for each in installed.check_extras(needs, there.get)}
+    found = {each.name: each for each in host.check_extras(needs, there.get)}
     assert {name: each.state for name, each in found.items()} == {
         "[ray]": "warn",
         "[boost]": "ok",  # plain xgboost serves as well

@@ -20,9 +20,8 @@ from sklearn.utils.estimator_checks import check_estimator
 import unisono as un
 from unisono.estimators import Files, LeastSquares, LogisticRegression
 from unisono.launchers.engines.engine import Engine
-from unisono.tables.map_reduce.map_reduce import find_native
+from unisono.tables.map_reduce.map_reduce import Round, find_native
 from unisono.tables.map_reduce.ray import run as map_reduce_on_ray
-from unisono.tables.map_reduce.rounds import Round
 from unisono.tables.map_reduce.worker_data import split
 
 HOUSING = Path(__file__).parents[3] / "shared" / "data" / "california_housing.csv"

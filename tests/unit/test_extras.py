@@ -25,7 +25,7 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
 import unisono as un
 from unisono.launchers.launch_function import _pack
-from unisono.observe.reports.picture import draw
+from unisono.observe.reports.page import draw
 from unisono.observe.runs.sinks import read_asked
 from unisono.launchers.runtime.launch_env import Place
 from unisono.world.stores import open_engine_store

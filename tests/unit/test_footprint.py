@@ -6,6 +6,7 @@ import ast
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from unisono.methods.offload.stepper import Stepper
 from unisono.methods.reducer import SpareLines
 from unisono.methods.spec import build, names, read_facts
 from unisono.methods.strategies.allreduce import AllReduceReplica, allreduce
+from unisono.methods.strategies.gossip import gossip
 from unisono.methods.strategies.zero import zero
+from unisono.methods.strategy import Keeps
 from unisono.predict.footprint import formula
 from unisono.predict.footprint.formula import (
-    SETTINGS,
     STAGED,
     ModelFacts,
-    Setting,
+    Need,
     StepMemory,
     UnitSizes,
     compute_need,
@@ -236,24 +238,29 @@ FACTS = ModelFacts(
 )
 
 
+def need(spec: str, workers: int, facts: ModelFacts = FACTS, **options: Any) -> Need:
+    pattern = build(spec).pattern()
+    return compute_need(facts, pattern.keeps, workers, reducer=pattern.reducer, **options)
+
+
 @pytest.mark.parametrize(("stage", "whole", "divided"), [(1, 2, 16), (2, 2, 16), (3, 0, 18)])
 @pytest.mark.parametrize("workers", [2, 8])
 def test_adam_in_bf16_needs_what_the_paper_says(stage: int, whole: int, divided: int, workers: int) -> None:
     """Bytes a parameter; the reduced gradient is fp32 here, the paper's 16-bit one would be 2 less."""
-    found = compute_need(FACTS, Setting("zero", stage, "bf16"), workers)
+    found = need(f"zero(stage={stage}, precision=bf16)", workers)
     assert found.device == pytest.approx(T * (whole + divided / workers), rel=0.02)
     assert (found.host, found.disk) == (0, 0)
 
 
 def test_stage_1_that_accumulates_keeps_whole_gradients() -> None:
-    once, twice = (compute_need(FACTS, Setting("zero", 1, "bf16", accumulate=n), 4) for n in (1, 2))
+    once, twice = (need(f"zero(stage=1, precision=bf16, accumulate={n})", 4) for n in (1, 2))
     assert twice.gradients - once.gradients == pytest.approx(2 * T, rel=0.01)
 
 
 def test_what_leaves_the_device_is_on_the_host_or_on_disk() -> None:
-    here = compute_need(FACTS, Setting("zero", 2, "bf16"), 4)
-    host = compute_need(FACTS, Setting("zero", 2, "bf16", "cpu"), 4)
-    disk = compute_need(FACTS, Setting("zero", 2, "bf16", "disk"), 4)
+    here = need("zero(stage=2, precision=bf16)", 4)
+    host = need("zero(stage=2, precision=bf16, optimizer_on=cpu)", 4)
+    disk = need("zero(stage=2, precision=bf16, optimizer_on=disk)", 4)
     assert here.optimizer == 12 * T // 4
     assert host.disk == 0
     assert host.optimizer < here.optimizer  # what passes through the device
@@ -266,52 +273,53 @@ def test_what_leaves_the_device_is_on_the_host_or_on_disk() -> None:
 
 
 def test_parameters_on_disk_leave_only_units_on_the_device() -> None:
-    found = compute_need(FACTS, Setting("zero", 3, "bf16", "disk", "disk"), 4)
+    found = need("zero(stage=3, precision=bf16, optimizer_on=disk, params_on=disk)", 4)
     assert found.parameters == 2 * 2 * UNIT
     assert found.disk == 12 * T // 4  # what computes is made from the master
 
 
 def test_a_shared_model_is_there_once_a_host() -> None:
     """Eight workers on two hosts: each has a gradient, and a quarter of parameters and state."""
-    found, whole = (compute_need(FACTS, Setting(name), 8, per_host=4) for name in ("shared", "allreduce"))
+    found, whole = (need(name, 8, per_host=4) for name in ("shared", "allreduce"))
     assert found.gradients == whole.gradients == FACTS.trainable_bytes
     assert found.parameters == pytest.approx(whole.parameters / 4, abs=1)
     assert found.optimizer - FACTS.state_other_bytes == pytest.approx(FACTS.state_bytes / 4, abs=1)
-    assert compute_need(FACTS, Setting("shared", accumulate=2), 8).gradients == 2 * found.gradients
-    assert [s.spec for s in list_settings(4, device_is_host=True)][:2] == ["shared", "allreduce"]
-    assert "shared" not in [s.spec for s in list_settings(4, device_is_host=False)]
+    assert need("shared(accumulate=2)", 8).gradients == 2 * found.gradients
+    assert list_settings(4, device_is_host=True)[:2] == ["shared", "allreduce"]
+    assert "shared" not in list_settings(4, device_is_host=False)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_has_its_values_once_a_host_where_all_workers_are_on_one(stage: int) -> None:
     apart, near, far = (
-        compute_need(FACTS, Setting("zero", stage), 4, apart=apart, per_host=per_host)
+        need(f"zero(stage={stage})", 4, apart=apart, per_host=per_host)
         for apart, per_host in ((True, 4), (False, 4), (False, 2))
     )
     assert apart.parameters == far.parameters == 4 * T + FACTS.frozen_bytes
     assert near.parameters == 4 * T // 4 + FACTS.frozen_bytes
-    kept = compute_need(FACTS, Setting("zero", stage, spare=True), 4, apart=False)
+    kept = need(f"zero(stage={stage}, spare=True)", 4, apart=False)
     assert kept.parameters == far.parameters, "each steps a copy of another's part"
 
 
 def test_16_bit_moments_halve_the_moments() -> None:
-    full, half = (compute_need(FACTS, Setting("zero", 2, "bf16", "disk", moments=m), 4).disk for m in MOMENTS)
+    full, half = (need(f"zero(stage=2, precision=bf16, optimizer_on=disk, moments={m})", 4).disk for m in MOMENTS)
     assert full - half == 2 * 2 * T // 4
 
 
 def test_every_stage_and_placement_is_there_once_and_reads_back() -> None:
     every = list_settings(4, device_is_host=False)
     report = un.memory(nn.Linear(4, 4), workers=4, **ROOMY)
-    assert len({s.spec for s in every}) == len(every)
-    assert {(s.stage, s.optimizer_on) for s in every if s.stage} == {
+    assert len(set(every)) == len(every)
+    built = [build(spec) for spec in every if spec != "allreduce"]
+    assert {(s.stage, s.optimizer_on) for s in built} == {
         (stage, place) for stage in (1, 2, 3) for place in ("device", "cpu", "disk")
     }
-    for setting in every:
-        assert report.need(setting.spec) == compute_need(report.facts, setting, 4)
+    for spec in every:
+        assert report.need(spec) == need(spec, 4, report.facts)
 
 
 def test_where_the_device_is_the_host_nothing_is_moved_to_the_host() -> None:
-    assert not any("cpu" in s.spec for s in list_settings(2, device_is_host=True))
+    assert not any("cpu" in spec for spec in list_settings(2, device_is_host=True))
 
 
 def test_no_number_in_the_formulas_is_a_copy() -> None:
@@ -331,11 +339,22 @@ def test_what_a_spec_leaves_out_is_the_default_of_the_strategy() -> None:
     own = zero()
     assert own == zero(stage=2), "the next line proves nothing about stage 1 otherwise"
     assert report.need("zero") == report.need(f"zero(stage={own.stage})") != report.need("zero(stage=1, accumulate=2)")
-    assert Setting("zero", own.stage) == Setting("zero", **{name: getattr(own, name) for name in SETTINGS})
-    assert Setting().accumulate == allreduce().accumulate
-    for setting in list_settings(4, device_is_host=False):
-        built = build(setting.spec)
-        assert all(getattr(built, name) == getattr(setting, name) for name in SETTINGS if setting.stage)
+    for strategy in (own, allreduce(accumulate=3), zero(stage=3, optimizer_on="disk", moments="bf16", spare=True)):
+        kept = strategy.pattern().keeps
+        assert kept is not None
+        names = [each.name for each in fields(kept) if hasattr(strategy, each.name)]
+        assert "accumulate" in names
+        assert all(getattr(kept, name) == getattr(strategy, name) for name in names)
+
+
+def test_a_method_of_ones_own_has_a_footprint_as_soon_as_it_says_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pattern is the only description: gossip, were it to keep a model a host, needs what `shared` does."""
+    report = report_for(device_memory="8GiB", host_memory="100GiB", disk="100GiB")
+    with pytest.raises(ValueError, match="memory is known for"):
+        report.need("gossip")
+    silent = gossip.pattern
+    monkeypatch.setattr(gossip, "pattern", lambda self: replace(silent(self), keeps=Keeps(once_a_host=True)))
+    assert report.need("gossip") == report.need("shared") != report.need("allreduce")
 
 
 # What fits ---------------------------------------------------------------------------------------------------

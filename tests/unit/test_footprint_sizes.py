@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.predict.footprint.capacity import find_capacity
+from unisono.predict.footprint.memory_report import find_capacity
 from unisono.units import parse_size, show_size
 
 

@@ -17,7 +17,7 @@ import pytest
 from live_pages import serve
 from simulated_run import SimulatedRun
 from unisono.observe.live.beside import NoPage, open_address
-from unisono.observe.live.http import is_own_name
+from unisono.observe.live.server import is_own_name
 
 PAGES = Path(__file__).parents[2] / "src/unisono/observe/pages"
 

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from simulated_run import SimulatedRun
-from unisono.observe.live.bins import COLUMNS, PARTS, STEPS, Bins
+from unisono.observe.live.bins import COLUMNS, PARTS, STEPS, Bins, StepSeries
 from unisono.observe.live.feed import MANY, WORST, Feed
-from unisono.observe.live.live_run import LiveRun
-from unisono.observe.live.marks import Marks
-from unisono.observe.live.series import StepSeries
+from unisono.observe.live.live_run import LiveRun, Marks
 
 
 def read_lines(folder: Path, kind: str) -> list[tuple[int, list[Any]]]:
@@ -105,6 +103,40 @@ def test_a_long_series_stays_short_and_true(how: str, value: float) -> None:
     assert len(points) <= 800
     assert [p[2] for p in points] == pytest.approx([value] * len(points))
     assert points[-1][0] == 19_999
+
+
+def test_a_worker_whose_first_line_is_lost_does_not_end_the_page(tmp_path: Path) -> None:
+    """Without its header nobody knows its clock: what it says has no time."""
+    run = SimulatedRun(tmp_path, ranks=2, steps_s=5.0, began=time.time() - 10.0)
+    run.write()
+    run.say(1, "verdict", rank=1, cause="slow", text="rank 1 is slow")
+    path = run.folder / "ranks" / "00001.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    live = follow(run.folder)
+    message = json.loads(Feed(live).make_snapshot("recent", time.time()))
+    assert message["marks"] == []
+    assert live.unreadable > 0
+
+
+@pytest.mark.parametrize("time_text", ["NaN", "1e999"])
+def test_a_line_with_no_time_does_not_end_the_page(tmp_path: Path, time_text: str) -> None:
+    run = SimulatedRun(tmp_path, ranks=1, steps_s=5.0, began=time.time() - 10.0)
+    run.write()
+    with (run.folder / "ranks" / "00000.jsonl").open("a") as file:
+        file.write(
+            f'["event","verdict",3,{time_text},{{"text":"?"}}]\n["metrics",3,{time_text},{{"loss":1.0}},"mean"]\n'
+        )
+    live = follow(run.folder)
+    json.loads(Feed(live).make_snapshot("recent", time.time()))
+    assert live.unreadable == 2
+
+
+def test_the_heat_map_has_a_cell_for_the_highest_place_also_if_others_never_wrote(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, ranks=MANY + 6, steps_s=2.0, began=time.time() - 10.0)
+    run.write()
+    (run.folder / "ranks" / "00003.jsonl").unlink()
+    message = json.loads(Feed(follow(run.folder)).make_snapshot("recent", time.time()))
+    assert {len(base64.b64decode(cell)) for cell in message["heat"]["cells"]} == {MANY + 6}
 
 
 # Marks and states -----------------------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from unisono.observe.pages import Bars, Lines, Pairs, Section, Series, Table, write_page
 from unisono.predict.compare.report import as_json, make_page
-from unisono.predict.compare.results import ONE_WORKER, Trial, compare
+from unisono.predict.compare.results import ONE_WORKER, PARTS, Curve, Trial, compare
 from unisono.predict.compare.runs import Request
-from unisono.predict.compare.steps import PARTS, Curve
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

@@ -115,6 +115,11 @@ assert changing is sys.modules["unisono.methods.strategy.changing"]
 assert unisono.spec.grammar is sys.modules["unisono.methods.spec.grammar"]
 assert pickle.loads(b"cunisono.world.ledger\\nRow\\n.").__name__ == "Row"
 assert pickle.loads(b"cunisono.strategies.local_sgd\\nlocal_sgd\\n.") is new.local_sgd
+import unisono.simulation.validation as merged
+from unisono.predict.simulation import plan_file
+assert merged is plan_file is sys.modules["unisono.predict.simulation.plan_file"]
+compare = pickle.loads(b"cunisono.predict.simulation.validation\\ncompare_with_measured\\n.")
+assert compare is plan_file.compare_with_measured
 try:
     import unisono.strategies.no_such_method
 except ModuleNotFoundError as error:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from unisono.cli.command_line import main
 from unisono.launchers.runtime.link_emulation import Link
-from unisono.predict.rehearsal.differences import Observed, Verdict, judge
-from unisono.predict.rehearsal.dry import DryRequest, DryResult, rehearse
-from unisono.predict.rehearsal.dry_report import write_dry_report
+from unisono.predict.rehearsal.dry import DryRequest, DryResult, rehearse, write_dry_report
+from unisono.predict.rehearsal.small import Observed, Verdict, judge
 
 # -- on a simulated world ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import unisono as un
-from unisono.observe.doctor.installed import PYTHONS, TORCHES
+from unisono.observe.doctor.host import PYTHONS, TORCHES
 
 ROOT = Path(__file__).parents[2]
 if sys.version_info >= (3, 11):

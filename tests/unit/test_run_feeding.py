@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 import socket
+import subprocess
 import sys
 import types
 import urllib.error
@@ -112,6 +116,29 @@ def test_each_ranks_own_values_stay_apart() -> None:
     for place in (0, 1):
         joiner.take(RankLog(place, offset=0.0), "lr", "rank", [(1, 0.1, float(place))])
     assert joiner.give() == [(1, 0.1, {"lr/rank0": 0.0, "lr/rank1": 1.0})]
+
+
+def test_numbers_near_the_end_of_all_numbers_are_joined() -> None:
+    joiner = Joiner()
+    for place in (0, 1):
+        joiner.take(RankLog(place, offset=0.0), "loss", "sum", [(1, 0.1, 1e308)])
+    assert joiner.give() == [(1, 0.1, {"loss": math.inf})]
+
+
+def test_a_feeder_whose_starter_is_gone_before_it_has_begun_ends(tmp_path: Path) -> None:
+    """What it writes to is open until it has ended: so long the command here goes on."""
+    (tmp_path / "run.json").write_text('{"format": 1}')
+    start = "from pathlib import Path; from unisono.observe.runs.feeding import start_feeding as start"
+    program = f"{start}; print(start(Path({str(tmp_path)!r}), 'prometheus:0').pid, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        feeder = int(starter.stdout.readline())
+        starter.wait()
+        try:
+            assert starter.communicate(timeout=60) == ("", None)
+        except subprocess.TimeoutExpired:
+            os.kill(feeder, signal.SIGKILL)
+            raise
 
 
 # The feeder ----------------------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ from torch import nn
 import unisono as un
 from unisono.launchers.runtime import run_folder
 from unisono.observe.runs import backward, recorder, recording
-from unisono.observe.runs.lines import FileWriter, PipeWriter, find_writer
-from unisono.observe.runs.metrics import log
 from unisono.observe.runs.reading import RankLog, RunReader
-from unisono.observe.runs.recorder import Facts, Recorder
+from unisono.observe.runs.recorder import Arriving, Facts, Recorder
+from unisono.observe.runs.recording import FileWriter, PipeWriter, find_writer, log
 from unisono.world.ledger import Ledger, Row
 from unisono.world.virtual import run_threads
 
@@ -112,7 +111,7 @@ def test_a_loss_that_the_program_logs_stands_in_place_of_the_one_that_was_notice
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
         optimizer.step()
-        mine.log(recorder.Logged({"loss": 7.0 + step}))
+        mine.log({"loss": 7.0 + step})
     mine.close("ok")
     assert [line[3] for line in kept.of("metrics")] == [{"loss": 7.0}, {"loss": 8.0}, {"loss": 9.0}]
 
@@ -149,7 +148,7 @@ def record_long_run(monkeypatch: pytest.MonkeyPatch, steps: int, step_s: float) 
         sent += i % 5
         mine.on_row(Row(i, clock.now - step_s, step_s, step_s / 2, 0.0, 0.0, 0.0, 0.0, i % 5, 1))
         if i % 3 == 0:
-            mine.log(recorder.Logged({"accuracy": float(i)}))
+            mine.log({"accuracy": float(i)})
     mine.close("ok")
     return kept, sent
 
@@ -225,7 +224,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(
     before = (tmp_path / "ranks" / "00000.jsonl").read_bytes()
     monkeypatch.setattr(run_folder.os, "write", no_room)
     for _ in range(3):
-        mine.log(recorder.Logged({"loss": 1.0}))
+        mine.log({"loss": 1.0})
         mine.write()
     monkeypatch.undo()
     mine.close("ok")
@@ -343,6 +342,25 @@ def test_log_takes_numbers_of_all_kinds() -> None:
     assert (third[1], third[3:]) == (40, [{"lr": 0.25}, "rank"])
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_the_loss_of_a_step_is_the_same_whether_the_strategy_knows_of_its_passes_or_not(told: bool) -> None:
+    """Four passes of a quarter of the loss each. If each is exchanged, the first step tells how many there are."""
+    kept, world = Kept(), un.World()
+    mine, model = Recorder(world, kept), nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    replica = un.parallel(model, optimizer, "allreduce", world=world, accumulate=4 if told else 1)
+    for _ in range(3):
+        for _ in range(4):
+            (model(torch.ones(1, 1)).sum() * 8 / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    replica.close()
+    mine.close("ok")
+    losses = [line[3]["loss"] for line in kept.of("metrics")]
+    assert losses == ([8.0] * 3 if told else [2.0] * 4 + [8.0] * 8)
+
+
 class Later:
     """A CUDA event whose work is done when it is told so."""
 
@@ -355,19 +373,20 @@ class Later:
         self.done = True
 
 
-def test_values_of_a_gpu_are_written_when_they_have_arrived_and_in_their_order() -> None:
-    from unisono.observe.runs.values import Arriving
-
+def test_values_of_a_gpu_are_written_when_they_have_arrived_and_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorder, "start_copies", dict)  # some are on their way already
     kept, world = Kept(), un.World()
     mine, event = Recorder(world, kept), Later()
-    mine.log(recorder.Logged({"loss": Arriving(torch.tensor(2.0), event)}))
-    mine.log(recorder.Logged({"loss": 3.0}))
+    mine.log({"loss": Arriving(torch.tensor(2.0), event)})
+    mine.log({"loss": 3.0})
     mine.write()
     assert kept.of("metrics") == []
     event.done = True
     mine.write()
     assert [line[3]["loss"] for line in kept.of("metrics")] == [2.0, 3.0]
-    mine.log(recorder.Logged({"loss": Arriving(torch.tensor(4.0), Later())}))
+    mine.log({"loss": Arriving(torch.tensor(4.0), Later())})
     mine.close("ok")
     assert [line[3]["loss"] for line in kept.of("metrics")] == [2.0, 3.0, 4.0]
 

@@ -187,6 +187,32 @@ def test_a_change_of_the_world_is_told_once_and_ranks_keep_their_places(tmp_path
     assert [rank.label for rank in found.ranks] == ["0", "worker 2"]
 
 
+def test_a_worker_whose_place_is_not_its_rank_has_one_name(tmp_path: Path) -> None:
+    """Worker 2 has the rank of worker 1, which was lost: nobody is called "rank worker 2", nor "rank 1" for both."""
+    write_run(tmp_path, workers=3)
+    samples = ["data", {"samples": 40, "steps": 10, "classes": {"0": 10, "1": 30}}]
+    for place, compute in enumerate((0.04, 0.04, 0.09)):
+        rank = min(place, 1)
+        write_rank(tmp_path, place, *(row(s, compute, 0, 0, 0) for s in range(10)), samples, rank=rank)
+    found = read(tmp_path)
+    assert found.slowest is not None
+    assert found.slowest.text.startswith("worker 2 takes")
+    page = make_page([found])
+    assert "rank worker" not in page
+    assert page.count(">worker 2<") >= 2
+    assert page.count(">rank 1<") >= 2
+
+
+def test_runs_are_compared_on_a_page_also_if_a_worker_lost_its_first_line(tmp_path: Path) -> None:
+    whole, cut = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    for place in (0, 1):
+        path = cut / "ranks" / f"{place:05}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    page = make_page([read(whole), read(cut)])
+    assert "loss against time" in page
+    assert "nan s" not in make_page([read(cut)])
+
+
 def test_between_hosts_waiting_is_found_from_all_ranks_arrivals(tmp_path: Path) -> None:
     """Steps of 100 ms; the first rank stands still from 40 ms on, the other comes at 70 ms, and all is over at 90."""
     write_run(tmp_path)
@@ -424,7 +450,7 @@ def test_the_oldest_runs_are_removed_but_none_that_goes_on(tmp_path: Path, monke
     monkeypatch.setattr(run_folder, "MOST_RUNS", 3)
     place = tmp_path / "unisono" / "runs"
     mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder.read_start(os.getpid())}
-    mine["boot"] = run_folder._find_boot()
+    mine["boot"] = run_folder.find_boot()
     make_run(place / "running", started=1.0, ended=None, outcome=None, **mine)
     for i in range(4):
         make_run(place / f"old-{i}", started=10.0 + i)
@@ -450,7 +476,7 @@ def test_one_large_run_is_removed_without_the_older_ones(tmp_path: Path, monkeyp
     monkeypatch.setattr(run_folder, "MOST_BYTES", 60_000)
     place = tmp_path / "unisono" / "runs"
     mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder.read_start(os.getpid())}
-    mine["boot"] = run_folder._find_boot()
+    mine["boot"] = run_folder.find_boot()
     make_run(place / "running", started=30.0, ended=None, outcome=None, **mine)
     for i in range(4):
         make_run(place / f"old-{i}", started=10.0 + i)
@@ -505,7 +531,7 @@ def test_a_folder_that_vanishes_is_said_once(runs: Path) -> None:
 
 def test_a_run_whose_launcher_is_gone_does_not_run_any_more(tmp_path: Path) -> None:
     mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder.read_start(os.getpid())}
-    mine |= {"boot": run_folder._find_boot(), "started": time.time(), "ended": None}
+    mine |= {"boot": run_folder.find_boot(), "started": time.time(), "ended": None}
     assert run_folder.is_running(mine) is True
     assert run_folder.is_running({**mine, "launcher_start": 1}) is False  # another process has its number
     assert run_folder.is_running({**mine, "ended": 1.0}) is False

@@ -20,17 +20,14 @@ from unisono.methods.strategies.local_sgd import local_sgd
 from unisono.predict.costs import Anatomy, Job, Link, Network, Operation
 from unisono.predict.planner.candidates import describe_candidate
 from unisono.predict.planner.measured import Measured, MeasuredMethod
-from unisono.predict.simulation import dry_run
-from unisono.predict.simulation.cluster import Cluster
-from unisono.predict.simulation.dry_run import DryRun
-from unisono.predict.simulation.failures import Failures
-from unisono.predict.simulation.methods import Method, Workload, make_method
-from unisono.predict.simulation.plan_file import make_plan
+from unisono.predict.simulation import methods
+from unisono.predict.simulation.cluster import Cluster, Failures
+from unisono.predict.simulation.methods import DryRun, Method, Workload, make_method
+from unisono.predict.simulation.plan_file import compare_with_measured, make_plan
 from unisono.predict.simulation.report import write_report
 from unisono.predict.simulation.steps import Outcome, simulate_method
 from unisono.predict.simulation.stragglers import Stragglers
 from unisono.predict.simulation.study import Study, study
-from unisono.predict.simulation.validation import compare_with_measured
 
 LINK = Link(latency_s=0.001, bits_per_s=8e6)  # 1 MB/s
 FASTER = Link(0.001, 8e8)
@@ -186,18 +183,18 @@ def test_bytes_of_many_ranks_go_on_as_those_of_few() -> None:
     for spec in ("bytegrad", "nuqsgd", "bf16", "topk(k=0.1)"):
         reducer = build(spec, "reducer")
         found = DryRun(reducer, ((256, 256),)).at(64).operations
-        real = dry_run._run(reducer, ((256, 256),), 64, 1).operations
+        real = methods._run(reducer, ((256, 256),), 64, 1).operations
         assert [o.op for o in found] == [o.op for o in real]
         assert [o.nbytes for o in found] == pytest.approx([o.nbytes for o in real], rel=0.2)
 
 
 def test_work_grows_with_the_ranks_only_where_all_of_their_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = dry_run._run
+    real = methods._run
 
     def measure(reducer: object, shapes: object, ranks: int, per_host: int) -> Cost:
         return replace(real(reducer, shapes, ranks, per_host), work_s=1.0 + 0.5 * ranks)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(dry_run, "_run", measure)
+    monkeypatch.setattr(methods, "_run", measure)
     shapes = ((64, 64),)
     assert DryRun(build("topk(k=0.1)", "reducer"), shapes).at(100).work_s == pytest.approx(51.0)
     assert DryRun(build("powersgd(rank=2)", "reducer"), shapes).at(100).work_s == pytest.approx(5.0)

@@ -12,11 +12,10 @@ import torch
 import unisono as un
 from unisono.methods.spec import build
 from unisono.methods.strategies._graphs import neighbours
-from unisono.predict.simulation.failures import Failures
-from unisono.predict.simulation.neighbours import simulate_neighbours
-from unisono.predict.simulation.servers import Service, simulate_servers, wait_in_line
+from unisono.predict.simulation.cluster import Failures
 from unisono.predict.simulation.steps import draw_slowest_sums
 from unisono.predict.simulation.stragglers import EVEN, Stragglers, parse_stragglers
+from unisono.predict.simulation.waiting import Service, simulate_neighbours, simulate_servers, wait_in_line
 from unisono.world import World
 
 LOGNORMAL = Stragglers("lognormal", 0.3)

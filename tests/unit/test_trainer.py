@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unisono.observe.runs.lines import FileWriter
 from unisono.observe.runs.reading import RunReader
 from unisono.observe.runs.recorder import Recorder as RunRecorder
+from unisono.observe.runs.recording import FileWriter
 from unisono.training.checkpoint import save
 from unisono.training.progress import EarlyStopping, History, format_logs
 from unisono.training.trainer import Callback, Trainer

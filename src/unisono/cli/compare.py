@@ -115,10 +115,9 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     request = _read_request(options, own)
     _check_methods(request, parser)
 
-    from unisono.predict.compare.report import write_report
+    from unisono.predict.compare.report import format_table, write_report
     from unisono.predict.compare.results import compare
     from unisono.predict.compare.runs import NothingToCompare, Runs
-    from unisono.predict.compare.table import format_table
 
     line = _ProgressLine()
     runs = Runs(request, line.show)

@@ -128,7 +128,7 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             "started": time.time(),
         }
         before = dict(os.environ)
-        os.environ.update(name_observer("unisono.predict.planner.worker", **asked))
+        os.environ.update(name_observer("unisono.predict.planner.measurement_plan", **asked))
         try:
             status = run_workers.run(options, parser)
         finally:  # also where `main` was called by a program
@@ -149,9 +149,8 @@ def _show(found: dict[str, Any], options: argparse.Namespace) -> int:
         print(f"unisono plan: {options.program} {why}, so nothing could be measured", file=sys.stderr)
         return 1
 
-    from unisono.predict.planner.choice import choose
+    from unisono.predict.planner.choice import choose, plan_to_dict, write_report
     from unisono.predict.planner.measured import Measured
-    from unisono.predict.planner.report import plan_to_dict, write_report
 
     measured = Measured.from_dict(found["measured"])
     choice = choose(measured, options.allow)

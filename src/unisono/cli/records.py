@@ -133,8 +133,8 @@ def _read(name: str) -> RunReader:
 def _print(found: list[Summary]) -> None:
     from rich.console import Console
 
-    from unisono.observe.reports.side_by_side import list_differences
     from unisono.observe.reports.text import print_report, print_side_by_side
+    from unisono.observe.reports.wording import list_differences
 
     console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 140)
     if len(found) == 1:
@@ -145,8 +145,7 @@ def _print(found: list[Summary]) -> None:
 
 def _write_files(options: argparse.Namespace, readers: list[RunReader], found: list[Summary]) -> bool:
     """Write what was asked for; False, and a word, where that cannot be done."""
-    from unisono.observe.reports.page import make_page
-    from unisono.observe.reports.picture import draw
+    from unisono.observe.reports.page import draw, make_page
     from unisono.observe.reports.trace import write_trace
 
     jobs: list[tuple[Path | None, Callable[[Path], object]]] = [

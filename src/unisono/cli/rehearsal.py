@@ -63,9 +63,8 @@ def rehearse(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 def _run_dry(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from unisono.launchers.runtime.link_emulation import parse_link
-    from unisono.predict.rehearsal.dry import DryRequest
+    from unisono.predict.rehearsal.dry import DryRequest, write_dry_report
     from unisono.predict.rehearsal.dry import rehearse as run_dry
-    from unisono.predict.rehearsal.dry_report import write_dry_report
 
     workers = options.workers[1]
     per_host = options.workers_per_host or workers

@@ -106,10 +106,9 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.plan is not None and (options.parameters is not None or options.compute is not None):
         parser.error("--plan has the step already: leave out --parameters and --compute, or --plan")
 
-    from unisono.predict.simulation.picture import check_path, draw
-    from unisono.predict.simulation.quantities import parse_counts
-    from unisono.predict.simulation.report import write_report
+    from unisono.predict.simulation.report import check_path, draw, write_report
     from unisono.predict.simulation.study import study
+    from unisono.units import parse_counts
 
     try:
         workers = parse_counts(options.workers, "--workers")
@@ -157,8 +156,7 @@ def _read(options: argparse.Namespace) -> tuple[Cluster, list[Method], str]:
     from unisono.methods.spec.grammar import split_specs
     from unisono.predict.simulation.methods import DEFAULT_METHODS, Workload, make_method
     from unisono.predict.simulation.plan_file import read_plan
-    from unisono.predict.simulation.quantities import parse_number
-    from unisono.units import parse_duration, show_duration
+    from unisono.units import parse_duration, parse_number, show_duration
 
     specs = split_specs(options.strategies or "")
     if options.plan is not None:
@@ -180,8 +178,7 @@ def _read_cluster(options: argparse.Namespace, plan: Plan | None) -> Cluster:
     from dataclasses import replace
 
     from unisono.predict.costs import Link
-    from unisono.predict.simulation.cluster import Cluster
-    from unisono.predict.simulation.failures import Failures
+    from unisono.predict.simulation.cluster import Cluster, Failures
     from unisono.predict.simulation.stragglers import parse_stragglers
     from unisono.units import parse_duration
 

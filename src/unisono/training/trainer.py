@@ -18,7 +18,6 @@ from unisono.launchers.runtime import sigterm
 from unisono.launchers.runtime.files import local_path
 from unisono.methods.strategy import Strategy, parallel
 from unisono.observe.runs.recording import find_recorder
-from unisono.observe.runs.values import Logged, start_copies
 from unisono.training.checkpoint import load, save
 from unisono.training.data import Shard, shard
 from unisono.training.data.settings import ShardSettings
@@ -290,7 +289,7 @@ class Trainer:
     def _record(self, values: Mapping[str, Any]) -> None:
         """Write values into the record of the run, if there is one."""
         if (recorder := find_recorder(self.world)) is not None:
-            recorder.log(Logged(start_copies(values)))
+            recorder.log(values)
 
     def _make_sums(self) -> Tensor:
         return torch.zeros(len(self._sum_names), dtype=torch.float64, device=self.world.device)

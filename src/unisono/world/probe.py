@@ -1,8 +1,13 @@
-"""Timing collectives between the actual ranks. Every rank calls these at the same point, and all get one answer."""
+"""Timing collectives and messages between the actual ranks: how fast a link is. Every rank calls these at the same
+point, and all get one answer."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
 from typing import Any
 
 import torch
@@ -10,12 +15,16 @@ import torch
 from unisono.predict.costs import all_reduce_bytes
 from unisono.world.world import World
 
-__all__ = ["measure_link", "take_slowest", "time_runs"]
+__all__ = ["MeasuredLink", "measure_link", "measure_links", "take_slowest", "time_runs"]
 
 _SMALL_BYTES = 64
 _LARGE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _LONG_ENOUGH_S = 0.02  # so that latency, and what a shaped link lets through at once, count for little
 _REPEATS = 3
+_MOST_HOSTS = 6  # with more, only neighbours' links are measured
+_PINGS = 5
+_MESSAGE_BYTES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
+_MESSAGE_S = 0.04
 
 
 def measure_link(world: World, *, most_bytes: int = _LARGE_BYTES[-1], tag: str = "probe") -> tuple[float, float]:
@@ -52,3 +61,67 @@ def take_slowest(world: World, numbers: Sequence[float], tag: str = "probe") -> 
     """The largest of each number over the ranks."""
     found: list[float] = world.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max", tag=tag).wait().tolist()
     return found
+
+
+# Between two hosts ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """The link between the first ranks of two hosts."""
+
+    first: str
+    second: str
+    latency_s: float
+    bits_per_s: float
+
+
+def measure_links(channel: World) -> list[MeasuredLink]:
+    """Measure the links between hosts one after the other; every rank gets all results."""
+    leaders = [channel.hosts.index(host) for host in dict.fromkeys(channel.hosts)]
+    if len(leaders) < 2:
+        return []
+    pairs: Sequence[tuple[int, int]] = list(combinations(leaders, 2))
+    if len(leaders) > _MOST_HOSTS:
+        pairs = [(leaders[i], leaders[(i + 1) % len(leaders)]) for i in range(len(leaders))]
+    found: list[MeasuredLink] = []
+    for first, second in pairs:
+        channel.barrier()
+        mine: list[float] = []
+        if channel.rank in (first, second):
+            mine = list(_measure_pair(channel, second if channel.rank == first else first, leads=channel.rank == first))
+        latency_s, bits_per_s = channel.gather_objects(mine)[first]
+        found.append(MeasuredLink(channel.hosts[first], channel.hosts[second], latency_s, bits_per_s))
+    return found
+
+
+def _measure_pair(channel: World, other: int, *, leads: bool) -> tuple[float, float]:
+    """Half the time of a small message there and back; the bytes of a large one by what it takes longer."""
+
+    def there_and_back(nbytes: int) -> float:
+        data, word = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+        began = time.perf_counter()
+        if leads:
+            channel.send(data, other, tag="probe").wait()
+            channel.recv(word, other, tag="probe").wait()
+        else:
+            channel.recv(data, other, tag="probe").wait()
+            channel.send(word, other, tag="probe").wait()
+        return time.perf_counter() - began
+
+    there_and_back(8)
+    small = median([there_and_back(8) for _ in range(_PINGS)])
+    points: list[tuple[int, float]] = [(8, small)]
+    for nbytes in _MESSAGE_BYTES:
+        there_and_back(nbytes)
+        points.append((nbytes, there_and_back(nbytes)))
+        long = torch.tensor([float(points[-1][1] > _MESSAGE_S)], dtype=torch.float64)
+        if leads:  # one decides for both
+            channel.send(long, other, tag="probe").wait()
+        else:
+            channel.recv(long, other, tag="probe").wait()
+        if long.item():
+            break
+    (before, earlier), (last, later) = points[-2:]
+    rate = (last - before) / (later - earlier) if later > earlier else last / later
+    return small / 2, 8 * rate

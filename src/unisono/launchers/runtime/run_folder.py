@@ -34,6 +34,7 @@ __all__ = [
     "NoSuchRun",
     "RunFolder",
     "append",
+    "find_boot",
     "find_run",
     "find_runs_folder",
     "find_version",
@@ -152,7 +153,7 @@ def is_running(run: dict[str, Any]) -> bool | None:
     """Whether the launcher of a run is still there; None: it was started on another machine."""
     if run.get("ended") is not None:
         return False
-    if run.get("boot") != _find_boot():
+    if run.get("boot") != find_boot():
         machine = run.get("machine")
         is_here = isinstance(machine, dict) and machine.get("host") == socket.gethostname()
         return False if is_here else None  # the machine was started anew
@@ -284,7 +285,7 @@ class RunFolder:
             "exit_status": None,
             "launcher_pid": os.getpid(),
             "launcher_start": read_start(os.getpid()),
-            "boot": _find_boot(),
+            "boot": find_boot(),
             "page": None,
             **known,
         }
@@ -378,7 +379,8 @@ def find_version() -> str:
     return str(sys.modules["unisono"].__version__)
 
 
-def _find_boot() -> str:
+def find_boot() -> str:
+    """Which start of which machine this is; "" if the kernel does not say."""
     try:
         return read_boot_id()
     except OSError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from unisono.methods.exchange.windows import count_windows
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reducer
 from unisono.methods.reducers.dense import dense
-from unisono.methods.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy
+from unisono.methods.strategy import Accumulate, BucketBytes, Buffers, Change, Keeps, Pattern, Replica, Strategy
 from unisono.methods.strategy.mistakes import GradientProbe
 from unisono.world import World
 
@@ -54,6 +54,9 @@ class allreduce(Strategy):
     overlap: Annotated[bool | None, Note("None: as it pays")] = None
     bucket_bytes: BucketBytes | None = None
     order: Literal["registered", "ready"] = "registered"
+
+    def pattern(self) -> Pattern:
+        return replace(super().pattern(), keeps=Keeps.as_set(self))
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return AllReduceReplica(model, optimizer, world, self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unisono.methods.strategy.binding import parallel
 from unisono.methods.strategy.changing import ChangingReplica
 from unisono.methods.strategy.healing import follow
-from unisono.methods.strategy.pattern import Pattern
+from unisono.methods.strategy.pattern import Keeps, Pattern
 from unisono.methods.strategy.periodic import PeriodicReplica
 from unisono.methods.strategy.replica import (
     Accumulate,
@@ -28,6 +28,7 @@ __all__ = [
     "Buffers",
     "Change",
     "ChangingReplica",
+    "Keeps",
     "ModelPart",
     "Pattern",
     "PeriodicReplica",

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 from unisono.launchers.engines.engine import split_host
 from unisono.launchers.runtime.machine import address_towards, interface_of_address
+from unisono.launchers.runtime.run_folder import find_version as find_own_version
 from unisono.observe.doctor.findings import Finding, judge
+from unisono.observe.doctor.host import find_version
 from unisono.units import show_rate, show_s
 
 __all__ = [
@@ -142,7 +144,8 @@ def check_hosts(hosts: Hosts) -> list[Finding]:
     """Each host is visited; where all answer, one worker on each measures the links between them."""
     with ThreadPoolExecutor(len(hosts.names)) as pool:
         visits = list(pool.map(lambda host: visit(host, hosts), hosts.names))
-    found = judge_visits(visits, _own_versions())
+    mine = {"python": sys.version.split()[0], "unisono": find_own_version(), "torch": find_version("torch")}
+    found = judge_visits(visits, mine)
     if any(one.error for one in visits) or len(visits) < 2:
         return found
     return [*found, *_measure_between(hosts)]
@@ -185,14 +188,6 @@ def _ask(process: subprocess.Popen[bytes]) -> tuple[dict[str, str | None], float
         if after - before < best:
             best, ahead = after - before, there - (before + after) / 2
     return versions, ahead, best
-
-
-def _own_versions() -> dict[str, str | None]:
-    from unisono.launchers.runtime.run_folder import find_version as find_own_version
-    from unisono.observe.doctor.installed import find_version
-
-    python = sys.version.split()[0]
-    return {"python": python, "unisono": find_own_version(), "torch": find_version("torch")}
 
 
 def judge_visits(visits: Sequence[Visit], mine: Mapping[str, str | None]) -> list[Finding]:
@@ -245,9 +240,9 @@ def _measure_between(hosts: Hosts) -> list[Finding]:
 
 
 def measure_links() -> list[dict[str, Any]]:
-    """Run by a worker on each host: the planner's own probe of each link."""
-    from unisono.predict.planner.network_probe import measure_links as probe
+    """Run by a worker on each host: the probe of each link that `unisono plan` uses."""
     from unisono.world import join
+    from unisono.world.probe import measure_links as probe
 
     world = join("cpu")
     order = {host: rank for rank, host in enumerate(world.hosts)}

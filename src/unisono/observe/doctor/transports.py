@@ -62,7 +62,7 @@ def try_transports() -> Answer:
     answer["reads_peers"] = world.transport.reads_peers
     answer["shared memory"] = _try(lambda: _measure(world.transport, "cpu"))
     answer["gloo"] = _try(lambda: _measure(_connect_gloo(world.transport), "cpu"))
-    answer["backend"] = _try(_find_backend)
+    answer["backend"] = {"registered": "unisono" in torch.distributed.Backend.backend_list}
     gpus = [len(each) for each in world.gather_objects(answer["gpus"])]
     if min(gpus) > 0:
         answer["NCCL"] = _try(lambda: _try_nccl(world.transport, alone=min(gpus) < world.size))
@@ -104,17 +104,23 @@ def _measure(transport: Transport | None, device: str) -> Answer:
     return {"seconds": seconds, "bytes": 4 * _NUMBERS}
 
 
+def _open_store(transport: Transport) -> Any:
+    from unisono.world.stores import open_torch_store
+
+    return open_torch_store(
+        lambda text: transport.exchange(text.encode())[0].decode(), transport.rank, towards="127.0.0.1"
+    )
+
+
 def _connect_gloo(transport: Transport | None) -> Transport:
     from torch.distributed import PrefixStore
 
-    from unisono.world.stores import open_torch_store
     from unisono.world.transports.gloo import GlooTransport
 
     assert transport is not None
-    store = open_torch_store(
-        lambda text: transport.exchange(text.encode())[0].decode(), transport.rank, towards="127.0.0.1"
+    return GlooTransport(
+        PrefixStore("doctor", _open_store(transport)), transport.rank, transport.size, timeout_s=_GLOO_S
     )
-    return GlooTransport(PrefixStore("doctor", store), transport.rank, transport.size, timeout_s=_GLOO_S)
 
 
 def _try_nccl(transport: Transport | None, *, alone: bool) -> Answer:
@@ -122,26 +128,14 @@ def _try_nccl(transport: Transport | None, *, alone: bool) -> Answer:
     import torch
     from torch.distributed import HashStore, PrefixStore
 
-    from unisono.world.stores import open_torch_store
     from unisono.world.transports.nccl import NcclTransport
 
     assert transport is not None
     rank, size = (0, 1) if alone else (transport.rank, transport.size)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    if alone:
-        store: Any = HashStore()
-    else:
-        store = open_torch_store(
-            lambda text: transport.exchange(text.encode())[0].decode(), transport.rank, towards="127.0.0.1"
-        )
+    store: Any = HashStore() if alone else _open_store(transport)
     return {**_measure(NcclTransport(PrefixStore("n", store), rank, size, device, timeout_s=20), "cuda"), "ranks": size}
-
-
-def _find_backend() -> Answer:
-    import torch.distributed as dist
-
-    return {"registered": "unisono" in dist.Backend.backend_list}
 
 
 # What it means --------------------------------------------------------------------------------------------------------

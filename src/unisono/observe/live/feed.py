@@ -15,6 +15,7 @@ import numpy as np
 from unisono.observe.live.bins import BYTES, PARTS, STEPS, Bins, Floats
 from unisono.observe.live.live_run import LiveRun, LiveWorker, Speed
 from unisono.observe.runs.reading import say_mesh_place
+from unisono.units import as_json
 
 __all__ = ["MANY", "VIEWS", "WORST", "Feed"]
 
@@ -51,8 +52,8 @@ class Feed:
                 "all": True,
                 "now": round(now, 3),
                 "view": view,
-                "run": self._describe_run(now),
-                "ranks": self._list_ranks(speeds, states, now),
+                "run": self._describe_run(),
+                "ranks": self._list_ranks(speeds, states),
                 "metrics": self._list_metrics(all_points=True),
                 "marks": self.live.marks.since(0),
                 **self._list_bins(bins, bins.first, bins.first),
@@ -63,14 +64,14 @@ class Feed:
         """What has changed since the last call, for these views."""
         live = self.live
         common: dict[str, Any] = {"now": round(now, 3)}
-        header = self._describe_run(now)
+        header = self._describe_run()
         if (text := json.dumps(header)) != self._header:
             self._header, common["run"] = text, header
         if len(live.places) <= MANY or now - self._ranks_at >= _RANKS_S:
             self._ranks_at = now
             speeds, states = live.measure_speeds(), live.describe_places(now)
             self._choose_rows(speeds, states, now)
-            common["ranks"] = self._list_ranks(speeds, states, now)
+            common["ranks"] = self._list_ranks(speeds, states)
         if metrics := self._list_metrics(all_points=False):
             common["metrics"] = metrics
         if marks := live.marks.since(live.marks.changed):
@@ -104,10 +105,9 @@ class Feed:
             rows = self.live.order_places(speeds, states)[:WORST]
         else:
             return
-        if rows != self._rows:
-            self._rows = rows
+        self._rows = rows
 
-    def _describe_run(self, now: float) -> dict[str, Any]:
+    def _describe_run(self) -> dict[str, Any]:
         live, run = self.live, self.live.run
         first = next((live.places[n] for n in sorted(live.places)), None)
         about = first.header if first is not None else {}
@@ -139,7 +139,7 @@ class Feed:
             else None,
         }
 
-    def _list_ranks(self, speeds: dict[int, Speed], states: dict[int, str], now: float) -> list[list[Any]]:
+    def _list_ranks(self, speeds: dict[int, Speed], states: dict[int, str]) -> list[list[Any]]:
         return [_describe_place(self.live.places[n], speeds.get(n), states[n]) for n in sorted(self.live.places)]
 
     def _list_metrics(self, *, all_points: bool) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Feed:
         """Bins from `changed` on as rows of numbers; cells of the timeline from `strips_from` on."""
         sums = bins.sums(min(changed, strips_from))
         skipped = changed - min(changed, strips_from)
-        count = len(self.live.places)
+        count = max(self.live.places, default=-1) + 1
         rows = [r for r in self._rows if r < bins.places]
         found: dict[str, Any] = {
             "bins": {
@@ -179,7 +179,7 @@ class Feed:
                 "cells": [_pack_strips(one[rows], bins.width_s) for one in sums],
             },
         }
-        if count > MANY:
+        if len(self.live.places) > MANY:
             found["heat"] = {"from": min(changed, strips_from), "cells": [_pack_heat(one[:count]) for one in sums]}
         return found
 
@@ -231,4 +231,7 @@ def _short(value: float) -> float:
 
 
 def _write(message: dict[str, Any]) -> str:
-    return json.dumps(message, separators=(",", ":"), allow_nan=False, default=str)
+    try:
+        return json.dumps(message, separators=(",", ":"), allow_nan=False, default=str)
+    except ValueError:  # a number that is none, such as somebody's step: it must not end the page
+        return json.dumps(as_json(message), separators=(",", ":"), default=str)

@@ -156,6 +156,7 @@ const LiveRanks = (() => {
 
   // The heat map -----------------------------------------------------------------------------------------------------
 
+  function countPlaces() { return Math.max(-1, ...state.ranks.keys()) + 1; }  // one that never wrote leaves a gap
   function groupSize(count) { return Math.max(1, Math.ceil(count / 330)); }
 
   function drawHeat(span) {
@@ -163,7 +164,7 @@ const LiveRanks = (() => {
     const [top, bottom] = document.getElementById("heat-ends").children;
     top.textContent = nameOf(ranks[0]);
     bottom.textContent = nameOf(ranks[ranks.length - 1]);
-    const group = groupSize(ranks.length), height = Math.ceil(ranks.length / group);
+    const count = countPlaces(), group = groupSize(count), height = Math.ceil(count / group);
     if (heat.width !== span.count) heat.width = span.count;
     if (heat.height !== height) heat.height = height;
     const ctx = heat.getContext("2d");
@@ -190,11 +191,11 @@ const LiveRanks = (() => {
     const span = state.span();
     const box = heat.getBoundingClientRect();
     const bin = span.first + Math.floor((event.clientX - box.left) / box.width * span.count);
-    const group = groupSize(state.ranks.size);
-    const y = Math.floor((event.clientY - box.top) / box.height * Math.ceil(state.ranks.size / group));
+    const count = countPlaces(), group = groupSize(count);
+    const y = Math.floor((event.clientY - box.top) / box.height * Math.ceil(count / group));
     const levels = state.heat.get(bin);
     let worst = null;
-    for (let place = y * group; place < Math.min((y + 1) * group, state.ranks.size); place++) {
+    for (let place = y * group; place < Math.min((y + 1) * group, count); place++) {
       const rank = state.ranks.get(place);
       if (!rank) continue;
       const isDead = ["lost", "failed", "silent", "gone"].includes(rank.state) && bin > state.binOf(rank.last);

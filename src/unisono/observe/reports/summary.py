@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.launchers.runtime.run_folder import SUMMED
-from unisono.observe.reports.arrivals import find_waits
 from unisono.observe.reports.pipelines import PipelineSummary, describe_mesh, summarise_pipeline
+from unisono.observe.reports.trace import find_waits
 from unisono.observe.reports.verdicts import Slowest, find_changes, find_slowest, find_verdicts
 from unisono.observe.runs.reading import RankLog, RunReader, say_mesh_place
 from unisono.units import as_json
@@ -51,6 +51,11 @@ class RankSummary:
     def label(self) -> str:
         """Its rank; where ranks were dealt anew, the number that the launcher's messages call the worker by."""
         return str(self.rank) if self.rank == self.place else f"worker {self.place}"
+
+    @property
+    def name(self) -> str:
+        """The same in a sentence."""
+        return f"rank {self.rank}" if self.rank == self.place else self.label
 
     @property
     def own_s(self) -> float:
@@ -144,12 +149,18 @@ class Summary:
 def summarise(reader: RunReader) -> Summary:
     """What a run was, as far as it was recorded."""
     run, logs = reader.run, list(reader.ranks.values())
+    outcome, states = run.get("outcome"), {True: "running", False: "killed", None: "unknown"}
     header = next((log.header for log in logs if log.header), {})
     ranks = [_summarise_rank(log) for log in logs if log.rows.steps or log.header]
-    began = _as_float(run.get("started")) or _find_begin(logs)
+    first = [(_as_float(log.headers[0].get("time")), log.offset) for log in logs if log.headers]
+    began = _as_float(run.get("started")) or min((at + offset for at, offset in first if at), default=None)
+    last = [log.last_unix for log in logs if not math.isnan(log.last_unix)]
+    ended = _as_float(run.get("ended")) or max(last, default=None)  # or the last line that there is
     not_measured, notes = _settle_waiting(logs, ranks)
     workers = max([int(log.header.get("size") or 0) for log in logs] or [0]) or int(_as_float(run.get("workers")) or 0)
-    cost = _mean_cost(ranks)
+    trained = [rank for rank in ranks if rank.steps]
+    batches = [rank.samples_a_step for rank in ranks if not rank.is_copy]
+    known = [samples for samples in batches if samples is not None]
     return Summary(
         name=str(run.get("name") or Path(reader.folder).resolve().name),
         folder=str(reader.folder),
@@ -163,22 +174,22 @@ def summarise(reader: RunReader) -> Summary:
         versions={str(k): str(v) for k, v in _as_dict(run.get("versions")).items()} or _as_dict(header.get("versions")),
         machine=_as_dict(run.get("machine")),
         started=began,
-        seconds=_find_seconds(run, logs, began),
-        outcome=_find_outcome(reader),
+        seconds=None if began is None or ended is None else max(0.0, ended - began),
+        outcome=outcome if isinstance(outcome, str) else states[reader.is_running],
         exit_status=status if isinstance(status := run.get("exit_status"), int) else None,
         failure=str(run.get("report") or ""),
         missing=reader.missing,
         steps=max((log.last_step + 1 for log in logs), default=0),
-        cost=cost,
+        cost={name: sum(r.cost[name] for r in trained) / len(trained) for name in SUMMED} if trained else {},
         not_measured=not_measured,
         notes=notes,
         bytes_by_kind=_sum_kinds(logs),
         bytes_by_formula=any(bool(log.header.get("bytes_by_formula")) for log in logs),
-        samples_a_step=_sum_known([rank.samples_a_step for rank in ranks if not rank.is_copy]),
+        samples_a_step=sum(known) if known and len(known) == len(batches) else None,
         speed_up=_estimate_speed_up(ranks, not_measured, workers),
         slowest=find_slowest(ranks),
         ranks=ranks,
-        metrics=_summarise_metrics(reader, _find_first_step(logs)),
+        metrics=_summarise_metrics(reader),
         verdicts=find_verdicts(reader),
         changes=find_changes(reader),
         mesh=describe_mesh(header),
@@ -241,12 +252,6 @@ def _settle_waiting(logs: Sequence[RankLog], ranks: Sequence[RankSummary]) -> tu
     return not_measured, [f"between hosts, waiting is worked out from all ranks' arrivals in {steps} steps"]
 
 
-def _mean_cost(ranks: Sequence[RankSummary]) -> dict[str, float]:
-    """The cost of a mean step, over all ranks that made one."""
-    trained = [rank for rank in ranks if rank.steps]
-    return {name: sum(rank.cost[name] for rank in trained) / len(trained) for name in SUMMED} if trained else {}
-
-
 # Speed-up ------------------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +299,9 @@ def _sum_kinds(logs: Sequence[RankLog]) -> dict[str, int]:
     return dict(sorted(((k, v) for k, v in sums.items() if v), key=lambda pair: -pair[1]))
 
 
-def _summarise_metrics(reader: RunReader, began: float | None) -> list[MetricSummary]:
+def _summarise_metrics(reader: RunReader) -> list[MetricSummary]:
+    logs = [log for log in reader.ranks.values() if len(log.rows)]
+    began = min((float(log.rows.array[0, 2]) + log.offset for log in logs), default=None)
     found = []
     for name in reader.metric_names:
         joined = reader.join_metric(name)
@@ -306,39 +313,6 @@ def _summarise_metrics(reader: RunReader, began: float | None) -> list[MetricSum
             last = {log.rank: log.metrics[name].last for log in reader.ranks.values() if name in log.metrics}
             found.append(MetricSummary(name, "rank", [], [], [], last))
     return sorted(found, key=lambda metric: metric.name != "loss")
-
-
-def _find_outcome(reader: RunReader) -> str:
-    outcome = reader.run.get("outcome")
-    if isinstance(outcome, str):
-        return outcome
-    if not reader.run:
-        return "unknown"
-    return {True: "running", False: "killed", None: "unknown"}[reader.is_running]
-
-
-def _find_first_step(logs: Sequence[RankLog]) -> float | None:
-    return min((float(log.rows.array[0, 2]) + log.offset for log in logs if len(log.rows)), default=None)
-
-
-def _find_begin(logs: Sequence[RankLog]) -> float | None:
-    begun = [
-        log.headers[0]["time"] + log.offset for log in logs if log.headers and _as_float(log.headers[0].get("time"))
-    ]
-    return min(begun, default=None)
-
-
-def _find_seconds(run: dict[str, Any], logs: Sequence[RankLog], began: float | None) -> float | None:
-    """From its beginning to its end, or to the last line that there is."""
-    ended = _as_float(run.get("ended"))
-    last = [log.last_unix for log in logs if not math.isnan(log.last_unix)]
-    ended = ended if ended is not None else max(last, default=None)
-    return None if began is None or ended is None else max(0.0, ended - began)
-
-
-def _sum_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known and len(known) == len(values) else None
 
 
 def _as_float(value: Any) -> float | None:

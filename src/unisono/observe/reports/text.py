@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -45,16 +45,15 @@ def print_report(found: Summary, console: Console) -> None:
         console.print(_title("balance"), *_lines(balance), sep="\n")
     if found.metrics:
         console.print(_title("losses and metrics"), _metrics(found))
-    said = [f"step {e.get('step', '-')}: {e['text']}" for e in found.verdicts]
-    if said:
-        console.print(_title("verdicts"), *_lines(said), sep="\n")
-    turns = [f"{e['text']}" for e in found.changes]
-    if turns:
-        console.print(_title("changes"), *_lines(turns), sep="\n")
-    if found.missing:
-        console.print(_title("what is missing from the record"), *_lines(found.missing), sep="\n")
-    if verdict := conclude(found):
-        console.print(_title("in short"), *_lines([verdict]), sep="\n")
+    listed = {
+        "verdicts": [f"step {e.get('step', '-')}: {e['text']}" for e in found.verdicts],
+        "changes": [e["text"] for e in found.changes],
+        "what is missing from the record": found.missing,
+        "in short": [verdict] if (verdict := conclude(found)) else [],
+    }
+    for title, texts in listed.items():
+        if texts:
+            console.print(_title(title), *_lines(texts), sep="\n")
 
 
 def _title(text: str) -> Text:
@@ -85,7 +84,7 @@ def _costs(found: Summary) -> Table:
         table.add_column(head, justify="right")
     ranks = [rank for rank in found.ranks if rank.steps]
     for rank in ranks if len(ranks) <= _MOST_RANKS else sorted(ranks, key=lambda r: -r.own_s)[: _MOST_RANKS // 2]:
-        slow = found.slowest is not None and found.slowest.cause and rank.rank == found.slowest.rank
+        slow = found.slowest is not None and found.slowest.cause and rank.place == found.slowest.place
         table.add_row(*list_rank_cells(found, rank), style="yellow" if slow else "")
     if len(ranks) > _MOST_RANKS:
         table.add_row(f"of {len(ranks)}", *[""] * (len(heads) - 1), style="dim")
@@ -151,7 +150,7 @@ def _metrics(found: Summary) -> Table:
 
 
 def print_side_by_side(rows: Sequence[tuple[str, Sequence[str]]], names: Sequence[str], console: Console) -> None:
-    """Facts of several runs, a column each; the last column says how the last differs from the first."""
+    """Facts of several runs, a column each."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("", style="dim")
     for name in names:
@@ -168,7 +167,7 @@ def print_runs(rows: Sequence[Sequence[str]], console: Console) -> None:
         table.add_column(head, justify="right" if head in ("workers", "steps", "loss") else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console.print(Group(table))
+    console.print(table)
 
 
 def list_run(found: Summary, started: str) -> list[str]:

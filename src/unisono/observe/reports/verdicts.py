@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unisono.observe.runs.reading import RunReader
 from unisono.units import show_s
 
-__all__ = ["Costs", "Slowest", "describe", "find_changes", "find_slowest", "find_verdicts"]
+if TYPE_CHECKING:
+    from unisono.observe.reports.summary import RankSummary
+
+__all__ = ["Slowest", "describe", "find_changes", "find_slowest", "find_verdicts"]
 
 ABOUT_EQUAL = 1.1
 _VERDICTS = ("verdict", "straggler", "hang", "fault")
@@ -19,29 +22,18 @@ _TOLD = ("time", "kind", "step", "rank", "pid", "text")
 _MOST = 200
 
 
-class Costs(Protocol):
-    """What `find_slowest` needs to know of a rank."""
-
-    rank: int
-    steps: int
-    cost: dict[str, float]
-    samples_a_step: float | None
-
-    @property
-    def own_s(self) -> float: ...
-
-
 @dataclass
 class Slowest:
     """The rank that does most in a step, compared with the others; `cause` is "" where all are about as fast."""
 
     rank: int
+    place: int
     factor: float
     cause: str  # "input", "samples", "compute", ""
     text: str
 
 
-def find_slowest(ranks: Sequence[Costs]) -> Slowest | None:
+def find_slowest(ranks: Sequence[RankSummary]) -> Slowest | None:
     """Who keeps the others waiting, by what each does itself in a step; None with fewer than two ranks.
 
     The cause is where the time goes that it takes more than the others do.
@@ -54,8 +46,8 @@ def find_slowest(ranks: Sequence[Costs]) -> Slowest | None:
     usual = median(rank.own_s for rank in others)
     factor = slow.own_s / usual if usual > 0 else 1.0
     if factor < ABOUT_EQUAL:
-        spread = 100 * (factor - 1)
-        return Slowest(slow.rank, factor, "", f"all ranks are about as fast: the slowest takes {spread:.0f} % more")
+        text = f"all ranks are about as fast: the slowest takes {100 * (factor - 1):.0f} % more"
+        return Slowest(slow.rank, slow.place, factor, "", text)
     extra = slow.own_s - usual
     in_data = slow.cost["data"] - median(rank.cost["data"] for rank in others)
     samples = [rank.samples_a_step for rank in others if rank.samples_a_step]
@@ -66,8 +58,8 @@ def find_slowest(ranks: Sequence[Costs]) -> Slowest | None:
         "samples": f"it has {more:.2f} times as many samples",
         "compute": "it computes longer on as many samples",
     }[cause]
-    text = f"rank {slow.rank} takes {factor:.2f} times as long as the others for its part of a step: {why}"
-    return Slowest(slow.rank, factor, cause, text)
+    text = f"{slow.name} takes {factor:.2f} times as long as the others for its part of a step: {why}"
+    return Slowest(slow.rank, slow.place, factor, cause, text)
 
 
 def find_verdicts(reader: RunReader) -> list[dict[str, Any]]:

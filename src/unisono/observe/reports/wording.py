@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from unisono.observe.reports.summary import PARTS, RankSummary, Summary, show_time
-from unisono.units import show_bytes, show_duration, show_ms
+from unisono.units import show_bytes, show_duration, show_ms, show_number
 
 __all__ = [
     "conclude",
@@ -13,6 +13,7 @@ __all__ = [
     "describe_balance",
     "describe_outcome",
     "describe_speed_up",
+    "list_differences",
     "list_facts",
     "list_parts",
     "list_rank_cells",
@@ -143,3 +144,51 @@ def _describe_classes(found: Summary) -> str | None:
 def list_parts(found: Summary) -> list[str]:
     """The parts of a step, those that cannot be told apart marked."""
     return [f"{part} (not told apart)" if part in found.not_measured else part for part in PARTS]
+
+
+# Runs side by side ----------------------------------------------------------------------------------------------------
+
+
+def list_differences(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+    """Rows of a table: a name, and a cell for each run; of numbers, how many times the first run's."""
+    bubble = "  bubble, % of the schedule"
+    rows: list[tuple[str, list[str]]] = [
+        ("outcome", [describe_outcome(run) for run in runs]),
+        ("started", [show_time(run.started) or "-" for run in runs]),
+        ("lasted", [show_duration(run.seconds) for run in runs]),
+        ("command", [run.command or "-" for run in runs]),
+        ("method", [run.strategy or "-" for run in runs]),
+        ("workers", [str(run.workers) for run in runs]),
+        ("mesh", [run.mesh or "-" for run in runs]),
+        ("parameters", ["-" if run.parameters is None else f"{run.parameters:,}" for run in runs]),
+        ("versions", [", ".join(f"{k} {v}" for k, v in run.versions.items()) or "-" for run in runs]),
+        ("steps", [f"{run.steps:,}" for run in runs]),
+        _compare("step, ms", [run.cost.get("wall") for run in runs], show_ms),
+        *(_compare(f"  {part}", [run.cost.get(part) for run in runs], show_ms) for part in PARTS),
+        _compare(bubble, [100 * run.pipeline.bubble if run.pipeline else None for run in runs], "{:.1f}".format),
+        _compare("sent a step by a worker", [run.cost.get("bytes_sent") for run in runs], show_bytes),
+        _compare("samples a second", [run.samples_a_second for run in runs], "{:,.0f}".format),
+        _compare("speed-up", [run.speed_up.times for run in runs], "{:.2f}".format),
+        ("slowest rank", [_describe_slowest(run) for run in runs]),
+    ]
+    lasts = [{metric.name: metric.last for metric in run.metrics if metric.values} for run in runs]
+    names = dict.fromkeys(metric.name for run in runs for metric in run.metrics if metric.how != "rank")
+    rows += [_compare(f"{name}, last", [last.get(name) for last in lasts], show_number) for name in names]
+    rows.append(("missing", ["; ".join(run.missing) or "nothing" for run in runs]))
+    same = ("versions", "command", "parameters", "missing")
+    rows = [(name, cells) for name, cells in rows if name not in ("mesh", bubble) or set(cells) != {"-"}]
+    return [(name, cells) for name, cells in rows if name not in same or len(set(cells)) > 1 or name == "parameters"]
+
+
+def _compare(name: str, numbers: Sequence[float | None], show: Callable[[float], str]) -> tuple[str, list[str]]:
+    first, *others = ["-" if number is None else show(number) for number in numbers]
+    for i, number in enumerate(numbers[1:]):
+        if number and numbers[0]:
+            others[i] += f"  ({number / numbers[0]:.2f}x)"
+    return name, [first, *others]
+
+
+def _describe_slowest(run: Summary) -> str:
+    if run.slowest is None:
+        return "-"
+    return f"{run.slowest.rank}: {run.slowest.cause}, {run.slowest.factor:.2f}x" if run.slowest.cause else "none"

@@ -138,5 +138,6 @@ class Losses:
         return [loss * parts for loss in taken] if parts > 1 else taken
 
     def end_step(self) -> None:
-        """Begin to count passes anew, after a step of the optimizer."""
-        self._passes, self._step_passes = 0, self._passes
+        """Begin to count passes anew, after a step of an optimizer; one within another's step had none."""
+        if self._passes:
+            self._passes, self._step_passes = 0, self._passes

@@ -32,7 +32,7 @@ _PARTS = ("wall", "compute", "communication", "waiting", "data")
 
 def start_feeding(folder: Path, asked: str) -> subprocess.Popen[bytes] | None:
     """Start the process; None, and a word, where that cannot be done."""
-    command = [sys.executable, "-m", "unisono.observe.runs.feeding", str(folder), asked]
+    command = [sys.executable, "-m", "unisono.observe.runs.feeding", str(folder), asked, str(os.getpid())]
     root = str(Path(__file__).parents[3])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH", "")])]
     try:
@@ -117,15 +117,16 @@ class Joiner:
 def _join(values: Sequence[float], how: str) -> float:
     if how in ("min", "max"):
         return min(values) if how == "min" else max(values)
-    total = math.fsum(values)
+    total = sum(values)  # not math.fsum, which raises where it overflows
     return total if how == "sum" else total / len(values)
 
 
 class Feeder:
     """Reads a run folder as it grows, and passes new metrics to the sinks."""
 
-    def __init__(self, folder: Path, asked: Sequence[Asked]) -> None:
-        self.joiner = Joiner()
+    def __init__(self, folder: Path, asked: Sequence[Asked], parent: int | None = None) -> None:
+        """`parent`: the process that started this one, and without which it ends."""
+        self.joiner, self._parent = Joiner(), os.getppid() if parent is None else parent
         self.reader = RunReader(folder, listener=self.joiner)
         self._asked, self._sinks = list(asked), list[Sink]()
         self._costs_at = time.monotonic()
@@ -133,9 +134,8 @@ class Feeder:
 
     def run(self) -> None:
         """Feed the sinks until the run is over."""
-        parent = os.getppid()
         while True:
-            over = self.reader.run.get("ended") is not None or os.getppid() != parent
+            over = self.reader.run.get("ended") is not None or os.getppid() != self._parent
             self.step(last=over)
             if over:
                 break
@@ -169,13 +169,10 @@ class Feeder:
         """When the first worker has written: then it is known what the run is."""
         asked, self._asked = self._asked, []
         for one in asked:
-            self._open_one(one)
-
-    def _open_one(self, asked: Asked) -> None:
-        try:
-            self._sinks.append(open_sink(asked, self.reader))
-        except Exception as error:  # a library's own: not logged in, no such server, a port in use
-            _say(f"nothing is logged to {asked}: {_explain(error)}; training goes on")
+            try:
+                self._sinks.append(open_sink(one, self.reader))
+            except Exception as error:  # noqa: PERF203  # a library's own: not logged in, no such server, a port in use
+                _say(f"nothing is logged to {one}: {_explain(error)}; training goes on")
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
         try:
@@ -212,9 +209,9 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Entry point of the feeding process: feed the sinks until the run is over."""
-    folder, asked = arguments
+    folder, asked, parent = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides
-    Feeder(Path(folder), read_asked(asked)).run()
+    Feeder(Path(folder), read_asked(asked), int(parent)).run()
     return 0
 
 

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -223,15 +223,12 @@ class RunReader:
                 self._files[int(stem)] = _Grows(self.folder / "ranks" / name, ends=self._ends)
                 self.ranks[int(stem)] = RankLog(int(stem))
         if len(self.ranks) > known:
-            self._limit()
             self.ranks = dict(sorted(self.ranks.items()))
-
-    def _limit(self) -> None:
-        most = min(_MOST_A_RANK, max(_LEAST_ROWS, _MOST_ROWS // max(1, len(self.ranks))))
-        for rank in self.ranks.values():
-            rank.rows.limit(most)
-            for series in rank.metrics.values():
-                series.limit(most)
+            most = min(_MOST_A_RANK, max(_LEAST_ROWS, _MOST_ROWS // len(self.ranks)))
+            for rank in self.ranks.values():
+                rank.rows.limit(most)
+                for series in rank.metrics.values():
+                    series.limit(most)
 
     # Lines ----------------------------------------------------------------------------------------------------------
 
@@ -274,14 +271,14 @@ class RunReader:
                 fresh.rows.append(_read_row(line[1:]))
             elif kind == "metrics":
                 _, step, at, found, how = line
+                rank.last_time = at = _read_time(at)
                 for name, value in found.items():
                     number = math.nan if value is None else float(value)
-                    fresh.values.setdefault(name, (str(how), []))[1].append((float(step), float(at), number))
-                rank.last_time = float(at)
+                    fresh.values.setdefault(name, (str(how), []))[1].append((float(step), at, number))
             elif kind == "event":
                 _, name, step, at, found = line
-                fresh.events.append({**found, "kind": str(name), "step": int(step), "time": float(at)})
-                rank.last_time = float(at)
+                rank.last_time = at = _read_time(at)
+                fresh.events.append({**found, "kind": str(name), "step": int(step), "time": at})
             else:
                 self._take_other(rank, line)
         except _WRONG:
@@ -293,7 +290,10 @@ class RunReader:
             self._take_header(rank, dict(line[1]))
         elif kind == "tags":
             rank.tag_sums[int(rank.header.get("pid", 0))] = {str(k): int(v) for k, v in line[1].items()}
-            rank.tags = _sum_dicts(rank.tag_sums.values())
+            sums: Counter[str] = Counter()
+            for of_process in rank.tag_sums.values():
+                sums.update(of_process)
+            rank.tags = dict(sums)
         elif kind == "data":
             rank.data = dict(line[1])
         elif kind == "pipeline":
@@ -308,8 +308,8 @@ class RunReader:
                 (str(op), str(tag), int(sent), str(channel), int(sequence), int(step), start, last, end)
             )
         elif kind == "end":
-            rank.end = {**line[2], "time": float(line[1])}
-            rank.last_time = float(line[1])
+            rank.last_time = _read_time(line[1])
+            rank.end = {**line[2], "time": rank.last_time}
         else:
             raise ValueError(kind)
 
@@ -453,13 +453,12 @@ def _read_row(values: Sequence[Any]) -> list[float]:
     return numbers
 
 
+def _read_time(value: Any) -> float:
+    """Seconds of a clock; raises if they are none."""
+    if not math.isfinite(value):
+        raise ValueError(value)
+    return float(value)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _sum_dicts(many: Iterable[dict[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for one in many:
-        for name, value in one.items():
-            sums[name] = sums.get(name, 0) + value
-    return sums

@@ -18,23 +18,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any
+from itertools import islice, takewhile
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.launchers.runtime import status
-from unisono.launchers.runtime.machine import read_boot_id
-from unisono.launchers.runtime.run_folder import FORMAT, SUMMED, WRITE_S, find_version, find_write_s
+from unisono.launchers.runtime.run_folder import FORMAT, SUMMED, WRITE_S, find_boot, find_version, find_write_s
 from unisono.observe.runs.backward import Losses, follow_backward, leave_backward
-from unisono.observe.runs.lines import LineWriter
-from unisono.observe.runs.values import Logged, Pending, start_copies, take_settled
 from unisono.units import as_json
 from unisono.world import World
 from unisono.world.ledger import Event, Row
 
-__all__ = ["Facts", "Recorder", "read_outcome"]
+__all__ = ["Arriving", "Facts", "LineWriter", "Pending", "Recorder", "read_outcome", "start_copies"]
 
 LOSS = "loss"
 DETAILED_STEPS = 5_000  # each a line of its own
@@ -55,6 +53,56 @@ class Facts:
     not_measured: Sequence[str] = ()
     bytes_by_formula: bool = False
     mesh: tuple[Sequence[int], Sequence[int]] | None = None  # (data, tensor, pipeline): sizes, this rank's place
+
+
+class LineWriter(Protocol):
+    """Writes whole lines of a worker's record; never raises."""
+
+    def write(self, text: str, *, last: bool = False) -> None: ...
+
+
+@dataclass
+class Arriving:
+    """A number of a GPU that is being copied to this host's memory."""
+
+    copy: Tensor
+    arrived: Any  # a CUDA event
+
+
+@dataclass
+class Pending:
+    """The values of one call, on their way into the record: plain numbers once `settle` has said so."""
+
+    step: int
+    time: float
+    values: dict[str, float | Arriving]
+    how: str = "mean"
+    noticed: bool = False  # not by the program: it is what backward was called on
+
+    def settle(self, *, wait: bool) -> bool:
+        """Whether all numbers are here; `wait` until they are."""
+        arriving = {name: value for name, value in self.values.items() if isinstance(value, Arriving)}
+        if not wait and not all(value.arrived.query() for value in arriving.values()):
+            return False
+        for name, value in arriving.items():
+            value.arrived.synchronize()
+            self.values[name] = float(value.copy)
+        return True
+
+
+def start_copies(values: Mapping[str, Any]) -> dict[str, float | Arriving]:
+    """Numbers as they are; a tensor of a GPU begins to travel, and nobody waits for it."""
+    found: dict[str, float | Arriving] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.is_cuda and value.numel() == 1:
+            copy = torch.empty((), dtype=value.dtype, pin_memory=True)
+            copy.copy_(value.detach().reshape(()), non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(value.device))
+            found[name] = Arriving(copy, arrived)
+        else:
+            found[name] = float(value.detach() if isinstance(value, Tensor) else value)
+    return found
 
 
 class Recorder:
@@ -85,6 +133,7 @@ class Recorder:
         self._traced_until = -1
         self.is_closed = False
         self.ledger.listener = self
+        self._thread, self._steps = threading.get_ident(), register_optimizer_step_post_hook(self._end_step)
         if follow_backward(self):
             self._losses = Losses()
         self.write()
@@ -96,8 +145,7 @@ class Recorder:
         self._rows.append(row)
         if self._losses is not None and (losses := self._losses.take()):
             loss = losses[0] if len(losses) == 1 else torch.stack([x.float().reshape(()) for x in losses]).mean()
-            values = Logged(start_copies({LOSS: loss}), noticed=True)
-            self._values.append(Pending(row.step + 1, row.start + row.wall, values))
+            self._values.append(Pending(row.step + 1, row.start + row.wall, start_copies({LOSS: loss}), noticed=True))
         if row.start + row.wall >= self._due:
             self.write()
 
@@ -107,23 +155,18 @@ class Recorder:
         if event.kind == "verdict":
             self.write()
 
-    def log(self, values: Logged) -> None:
-        """Record metrics of this rank at its current step, or at the step that they name."""
+    def log(self, values: Mapping[str, Any], how: str = "mean", step: int | None = None) -> None:
+        """Record metrics of this rank at its current step, or at the given one."""
         if os.getpid() != self._pid:  # a process that was forked from the worker, such as one that reads data
             return
-        if LOSS in values.values:
-            self.trust_program()
-        now, step = self.ledger.clock(), self.ledger.step_count if values.step is None else values.step
-        self._values.append(Pending(step, now, values))
-        if now >= self._due:
-            self.write()
-
-    def trust_program(self) -> None:
-        """The program logs its loss itself: what backward was called on is noticed no more."""
-        if self._losses is not None:
+        if LOSS in values and self._losses is not None:  # what backward was called on is noticed no more
             self._losses = None
             leave_backward(self)
-            self._values = [one for one in self._values if not one.logged.noticed]
+            self._values = [one for one in self._values if not one.noticed]
+        now = self.ledger.clock()
+        self._values.append(Pending(self.ledger.step_count if step is None else step, now, start_copies(values), how))
+        if now >= self._due:
+            self.write()
 
     def before_backward(self, tensors: Any) -> None:
         """See BackwardListener."""
@@ -139,6 +182,11 @@ class Recorder:
 
     def after_backward(self) -> None:
         """See BackwardListener."""
+
+    def _end_step(self, *_: Any) -> None:
+        """An optimizer has made a step: losses are told how many passes it had."""
+        if self._losses is not None and threading.get_ident() == self._thread:
+            self._losses.end_step()
 
     def note_scaled(self, scaled: Any, loss: Any) -> None:
         """See BackwardListener."""
@@ -183,6 +231,7 @@ class Recorder:
                 _line("end", round(self.ledger.clock(), 6), {"outcome": outcome, "how": how}) + "\n", last=True
             )
             self.is_closed = True
+            self._steps.remove()
             leave_backward(self)
             if self.ledger.listener is self:
                 self.ledger.listener = None
@@ -196,6 +245,9 @@ class Recorder:
             return
         self._seat = seat
         generation = world.name.rpartition(".")[2]
+        device = str(world.device)
+        if world.device.type == "cuda":
+            device = f"{device} ({torch.cuda.get_device_name(world.device)})"
         yield _line(
             "header",
             {
@@ -207,9 +259,9 @@ class Recorder:
                 "host": world.host,
                 "hosts": len(set(world.hosts)),
                 "machine": socket.gethostname(),
-                "boot": _find_boot(),
+                "boot": find_boot(),
                 "pid": self._pid,
-                "device": _describe_device(world.device),
+                "device": device,
                 "strategy": facts.strategy,
                 "parameters": facts.parameters,
                 "versions": {
@@ -245,12 +297,12 @@ class Recorder:
 
     def _write_values(self, *, last: bool) -> list[str]:
         values, self._values = self._values, []
-        ready, rest = take_settled(values, wait=last)
-        self._values = rest + self._values
+        ready = list(takewhile(lambda one: one.settle(wait=last), values))
+        self._values[:0] = values[len(ready) :]
         if len(ready) > self._values_left:
             ready = _join_in_time(ready)
         self._values_left = max(0, self._values_left - len(ready))
-        return [_line("metrics", one.step, round(one.time, 6), as_json(one.numbers), one.logged.how) for one in ready]
+        return [_line("metrics", one.step, round(one.time, 6), as_json(one.values), one.how) for one in ready]
 
     def _write_events(self) -> list[str]:
         events, self._events = self._events, []
@@ -307,27 +359,24 @@ def _count_data(world: World) -> dict[str, Any]:
 
 def _take_from(entries: Iterable[Any], first: int) -> list[Any]:
     """Those of step `first` and later, in their order; the last of them, where there are very many."""
-    recent = reversed(list(entries))
-    found = [
-        entry for entry, _ in zip(takewhile(lambda e: e.step >= first, recent), range(TRACED_ENTRIES), strict=False)
-    ]
-    return found[::-1]
+    recent = takewhile(lambda entry: entry.step >= first, reversed(list(entries)))
+    return list(islice(recent, TRACED_ENTRIES))[::-1]
 
 
 def _join_in_time(values: Sequence[Pending]) -> list[Pending]:
     """One value a name, for all that were logged since the last line."""
     groups: dict[str, list[Pending]] = {}
     for one in values:
-        groups.setdefault(one.logged.how, []).append(one)
+        groups.setdefault(one.how, []).append(one)
     joined = []
     for how, group in groups.items():
-        series: dict[str, list[float]] = {}
+        series: dict[str, list[Any]] = {}
         for one in group:
-            for name, number in one.numbers.items():
+            for name, number in one.values.items():
                 series.setdefault(name, []).append(number)
         take = {"min": min, "max": max}.get(how, lambda numbers: sum(numbers) / len(numbers))
-        numbers: Mapping[str, float] = {name: take(found) for name, found in series.items()}
-        joined.append(Pending(group[-1].step, group[-1].time, Logged(dict(numbers), how), dict(numbers)))
+        numbers = {name: take(found) for name, found in series.items()}
+        joined.append(Pending(group[-1].step, group[-1].time, numbers, how))
     return joined
 
 
@@ -341,16 +390,3 @@ def _shorten(values: dict[str, Any]) -> dict[str, Any]:
 
 def _line(*items: Any) -> str:
     return json.dumps(items, separators=(",", ":"))
-
-
-def _describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return str(device)
-
-
-def _find_boot() -> str:
-    try:
-        return read_boot_id()
-    except OSError:
-        return ""

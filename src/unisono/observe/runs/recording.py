@@ -1,32 +1,62 @@
-"""Who records this process's run: begun by `un.parallel` where the launcher, or the environment, asked for it.
+"""Who records this process's run, and where its lines go; `un.log`, for values of the program's own.
+
+`un.parallel` begins the record, if the launcher or the environment asked for one.
 
 A worker of `unisono run` is told the folder. A program that was started in another way is recorded where UNISONO_RUNS
-says where: rank 0 makes the folder, and tells the others while they check that they train the same.
+says where: rank 0 makes the folder, and tells the others while they check that they train the same. A worker writes
+into the folder, or over the report pipe to the launcher that has it.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from unisono.launchers.runtime import status
 from unisono.launchers.runtime.launch_env import read_place
-from unisono.launchers.runtime.run_folder import FOLDER, FOLDER_ID, PLACE, RunFolder, find_runs_folder
+from unisono.launchers.runtime.run_folder import (
+    FOLDER,
+    FOLDER_ID,
+    PLACE,
+    RunFolder,
+    append,
+    find_runs_folder,
+    name_rank_file,
+    read_run,
+)
 from unisono.launchers.runtime.variables import read_worker_number
-from unisono.observe.runs.lines import find_writer
-from unisono.observe.runs.recorder import Facts, Recorder
+from unisono.observe.runs.recorder import Facts, LineWriter, Recorder
 from unisono.world import World
 from unisono.world.rendezvous import find_joined, join
 
-__all__ = ["begin", "find_recorder", "needs_folder", "note_loss", "note_method", "share_folder"]
+__all__ = [
+    "FileWriter",
+    "PipeWriter",
+    "begin",
+    "find_recorder",
+    "find_writer",
+    "log",
+    "needs_folder",
+    "note_loss",
+    "note_method",
+    "share_folder",
+]
+
+How = Literal["mean", "sum", "min", "max", "rank"]
+_HOWS: tuple[str, ...] = get_args(How)
+_PIECE = 1_900  # characters of a message: as JSON in JSON at most twice that, and a pipe takes 4 KiB in one piece
+_MOST_HELD = 4 << 20  # characters that wait for a launcher that does not read
 
 _feeding: subprocess.Popen[bytes] | None = None
 _made: RunFolder | None = None  # in rank 0 of a program that no launcher of ours started
@@ -104,6 +134,44 @@ def note_loss(world: World) -> Iterator[Callable[[Tensor], None]]:
             yield note
 
 
+def log(
+    values: Mapping[str, Any] | None = None, /, *, how: How = "mean", step: int | None = None, **named: Any
+) -> None:
+    """Record values of this rank: `un.log(loss=loss, accuracy=0.9)`.
+
+    They go where the run is recorded (`unisono report`, the live page, and what `unisono run --log` names); where
+    nobody records, it does nothing. No message is sent between ranks, and a tensor of a GPU is not waited for.
+
+    Args:
+        values: The same as keywords, for names that are none: `un.log({"val/loss": 0.3})`.
+        how: What becomes of the values that several ranks logged for one step: their "mean", "sum", "min" or "max"; or
+            "rank": each rank's stays its own.
+        step: The step to record them at; by default the one where training is.
+
+    >>> log(loss=0.5, accuracy=0.9)
+    """
+    if how not in _HOWS:
+        raise ValueError(f"un.log: got how={how!r}; expected one of {', '.join(map(repr, _HOWS))}")
+    found = {**(values or {}), **named}
+    for name, value in found.items():
+        _check_value(name, value)
+    recorder = find_recorder()
+    if recorder is not None and found:
+        recorder.log(found, how, step)
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Refuse what is not one number, without reading it."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"un.log: got a value called {name!r}; expected a name")
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            what = f"{value.dtype} of shape {tuple(value.shape)}".removeprefix("torch.")
+            raise TypeError(f"un.log: got {name}: {what}; expected one number, such as {name}.mean()")
+    elif isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"un.log: got {name}={value!r}; expected a number, or a tensor that holds one")
+
+
 def _make(world: World, facts: Facts | None) -> Recorder | None:
     if FOLDER_ID in os.environ and not status.is_attached():  # a program that a worker started
         return None
@@ -150,3 +218,65 @@ def _is_recordable(world: World) -> bool:
     """Whether it is the world of this process: not one of threads, nor a simulated one."""
     joined = find_joined(of_process=True)
     return joined is not None and joined.ledger is world.ledger
+
+
+# Where lines go ------------------------------------------------------------------------------------------------------
+
+
+class FileWriter:
+    """A file of the folder. Opened for each piece: no other process inherits it."""
+
+    def __init__(self, folder: Path, place: int) -> None:
+        self.path = folder / name_rank_file(place)
+        self.is_lost = False
+
+    def write(self, text: str, *, last: bool = False) -> None:
+        """Append it; where that fails, it is said, and nothing more is written."""
+        if self.is_lost:
+            return
+        try:
+            if not self.path.exists():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            append(self.path, text.encode())
+        except OSError as error:
+            self.is_lost = True
+            why = (error.strerror or str(error)).rstrip(".")
+            print(
+                f"unisono: this worker is no longer recorded: {self.path}: {why}; training goes on",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+class PipeWriter:
+    """The pipe of error reports, whose other end is the launcher's, or its agent's on this host."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._held = ""
+
+    def write(self, text: str, *, last: bool = False) -> None:
+        """Send what the pipe takes now; the rest waits for the next call, so that training does not wait for it."""
+        self._held += text
+        while self._held and (last or select.select([], [self._fd], [], 0.0)[1]):
+            piece, self._held = self._held[:_PIECE], self._held[_PIECE:]
+            line = json.dumps({"kind": "lines", "text": piece}) + "\n"
+            try:
+                os.write(self._fd, line.encode())
+            except OSError:  # the launcher is gone, and this process is about to go
+                self._held = ""
+                return
+        if len(self._held) > _MOST_HELD:  # the line that it was cut in is counted as unreadable
+            self._held = ""
+
+
+def find_writer(place: int) -> LineWriter | None:
+    """Where the worker in `place` writes, as the environment says; None: nobody records this run."""
+    folder = os.environ.get(FOLDER, "")
+    if not folder:
+        return None
+    path, wanted = Path(folder), os.environ.get(FOLDER_ID, "")
+    if not wanted or (read_run(path) or {}).get("id") == wanted:
+        return FileWriter(path, place)
+    report = os.environ.get("UNISONO_REPORT_FD", "")
+    return PipeWriter(int(report)) if report.isdigit() else None

@@ -113,7 +113,6 @@ class TensorBoard(Sink):
         self._writer = EventFileWriter(str(reader.folder / "tensorboard"))
 
     def add(self, step: int, unix: float, values: Mapping[str, float]) -> None:
-        """See Sink."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -121,11 +120,9 @@ class TensorBoard(Sink):
         self._writer.add_event(Event(wall_time=unix, step=step, summary=summary))
 
     def flush(self) -> None:
-        """See Sink."""
         self._writer.flush()
 
     def close(self, outcome: str) -> None:
-        """See Sink."""
         self._writer.close()
 
 
@@ -153,7 +150,6 @@ class WandB(Sink):
         """See Sink: the library sends by itself."""
 
     def close(self, outcome: str) -> None:
-        """See Sink."""
         self._run.finish(exit_code=0 if outcome == "ok" else 1)
 
 
@@ -174,7 +170,6 @@ class MLflow(Sink):
             self._client.log_param(self._id, key, str(value)[:500])
 
     def add(self, step: int, unix: float, values: Mapping[str, float]) -> None:
-        """See Sink."""
         from mlflow.entities import Metric
 
         at = int(unix * 1000)
@@ -187,7 +182,6 @@ class MLflow(Sink):
             del self._waiting[:_A_REQUEST]
 
     def close(self, outcome: str) -> None:
-        """See Sink."""
         self._client.set_terminated(self._id, status={"ok": "FINISHED"}.get(outcome, "FAILED"))
 
 
@@ -225,7 +219,6 @@ class Prometheus(Sink):
         return self._text
 
     def add(self, step: int, unix: float, values: Mapping[str, float]) -> None:
-        """See Sink."""
         self.values.update(values)
 
     def flush(self) -> None:
@@ -233,7 +226,6 @@ class Prometheus(Sink):
         self._text = _write_text(self.reader, self.values).encode()
 
     def close(self, outcome: str) -> None:
-        """See Sink."""
         self._server.shutdown()
         self._server.server_close()
 

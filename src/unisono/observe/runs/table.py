@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,8 @@ class _Thinned:
     """Rows of numbers, at most so many. Beyond that every two become one, and from then on each row that is kept
     stands for twice as many: so all of a run is seen equally well, and its newest rows as they came."""
 
-    def __init__(self, width: int, most: int, merge: Callable[[Array], Array]) -> None:
-        self._merge, self.most = merge, most
+    def __init__(self, width: int, most: int) -> None:
+        self.most = most
         self._kept = np.empty((0, width))
         self._newest: list[Array] = []  # not enough yet for a row of their own
         self._each = 1  # rows that become one
@@ -30,7 +30,11 @@ class _Thinned:
     def __len__(self) -> int:
         return len(self._kept) + self._held
 
-    def add(self, rows: Sequence[Sequence[float]]) -> Array:
+    def _merge(self, blocks: Array) -> Array:
+        """Blocks of neighbours, of shape (rows, several, columns), to a row for each block."""
+        raise NotImplementedError
+
+    def _append(self, rows: Sequence[Sequence[float]]) -> Array:
         """Add rows; gives them back as an array."""
         fresh = np.asarray(rows, dtype=np.float64)
         self._newest.append(fresh)
@@ -62,7 +66,7 @@ class _Thinned:
         return np.concatenate([self._kept, *self._newest])
 
 
-class StepTable:
+class StepTable(_Thinned):
     """Steps of one rank, a row each or a row for several, and exact sums over all that were ever added.
 
     >>> table = StepTable(most=2)
@@ -73,21 +77,13 @@ class StepTable:
     """
 
     def __init__(self, most: int = 8192) -> None:
+        super().__init__(len(COLUMNS), most)
         self.steps = 0
         self.totals = dict.fromkeys(SUMMED, 0.0)
-        self._rows = _Thinned(len(COLUMNS), most, _merge_steps)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def array(self) -> Array:
-        """All rows, in the order of COLUMNS."""
-        return self._rows.array
 
     def column(self, name: str) -> Array:
         """The values of one of COLUMNS."""
-        return self._rows.array[:, COLUMNS.index(name)]
+        return self.array[:, COLUMNS.index(name)]
 
     @property
     def counts(self) -> Array:
@@ -102,31 +98,20 @@ class StepTable:
         """Add rows, in the order of COLUMNS."""
         if not len(rows):
             return
-        fresh = self._rows.add(rows)
+        fresh = self._append(rows)
         sums = fresh[:, 3 : 3 + len(SUMMED)].sum(axis=0)
         for name, value in zip(SUMMED, sums, strict=True):
             self.totals[name] += float(value)
         self.steps += int((fresh[:, 1] - fresh[:, 0] + 1.0).sum())
 
-    @property
-    def most(self) -> int:
-        """The most rows that are held."""
-        return self._rows.most
-
-    def limit(self, most: int) -> None:
-        """Hold at most `most` rows from now on."""
-        self._rows.limit(most)
+    def _merge(self, blocks: Array) -> Array:
+        merged: Array = blocks.sum(axis=1)
+        merged[:, 0], merged[:, 1], merged[:, 2] = blocks[:, 0, 0], blocks[:, -1, 1], blocks[:, 0, 2]
+        merged[:, -1] = blocks[:, :, -1].max(axis=1, initial=0.0)
+        return merged
 
 
-def _merge_steps(blocks: Array) -> Array:
-    """Rows of some steps each, of shape (rows, several, columns), to a row for all of them."""
-    merged: Array = blocks.sum(axis=1)
-    merged[:, 0], merged[:, 1], merged[:, 2] = blocks[:, 0, 0], blocks[:, -1, 1], blocks[:, 0, 2]
-    merged[:, -1] = blocks[:, :, -1].max(axis=1, initial=0.0)
-    return merged
-
-
-class Series:
+class Series(_Thinned):
     """One metric of one rank: steps, times (of its file's clock) and values.
 
     >>> series = Series(most=2)
@@ -137,38 +122,31 @@ class Series:
     """
 
     def __init__(self, how: str = "mean", most: int = 8192) -> None:
+        super().__init__(3, most)
         self.how = how
         self.count = 0
         self.last = float("nan")
-        self._rows = _Thinned(3, most, self._merge)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     @property
     def steps(self) -> Array:
         """The step of each row; the last one if a row stands for several."""
-        return self._rows.array[:, 0]
+        return self.array[:, 0]
 
     @property
     def times(self) -> Array:
         """When each value was logged, by the clock of its file."""
-        return self._rows.array[:, 1]
+        return self.array[:, 1]
 
     @property
     def values(self) -> Array:
         """The value; nan where it was not a finite number."""
-        return self._rows.array[:, 2]
+        return self.array[:, 2]
 
     def add(self, rows: Sequence[Sequence[float]]) -> None:
         """Add rows of step, time and value."""
-        fresh = self._rows.add(rows)
+        fresh = self._append(rows)
         self.count += len(fresh)
         self.last = float(fresh[-1, 2])
-
-    def limit(self, most: int) -> None:
-        """Hold at most `most` rows from now on."""
-        self._rows.limit(most)
 
     def _merge(self, blocks: Array) -> Array:
         merged: Array = blocks[:, -1].copy()

@@ -1,22 +1,29 @@
-"""Horovod's collectives, with its arguments and what it returns. Gradients pass through those that give new tensors."""
+"""Who this worker is, under Horovod's names, and Horovod's collectives, with its arguments and what it returns.
+
+Gradients pass through those collectives that give new tensors.
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from unisono.background import Handle
 from unisono.methods import autograd
-from unisono.plugs.horovod.optimizer import Compression, refuse
-from unisono.plugs.horovod.place import here
-from unisono.world import World
+from unisono.world import World, join
 
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
     "Max",
     "Min",
     "Product",
@@ -36,6 +43,13 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -43,12 +57,30 @@ __all__ = [
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "grouped_reducescatter",
+    "here",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
+    "rank",
     "reducescatter",
     "reducescatter_async",
+    "refuse",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 Op = Literal["mean", "sum", "min", "max", "product", "adasum"]
@@ -59,6 +91,181 @@ Max: Op = "max"
 Product: Op = "product"
 Adasum: Op = "adasum"
 Tensors = Sequence[Tensor]
+_world: World | None = None
+_timeline: Path | None = None
+
+
+class Compression:
+    """How gradients travel: as they are, or as float16. For more, `DistributedOptimizer(..., strategy=...)`."""
+
+    none = "allreduce"
+    fp16 = "allreduce(reducer=fp16)"
+
+
+def refuse(what: str, instead: str) -> NoReturn:
+    """Refuse a feature of Horovod's, and name what to use instead."""
+    raise NotImplementedError(f"{what} is not offered here; use {instead}")
+
+
+# Who this worker is -------------------------------------------------------------------------------------------------
+
+
+def init() -> None:
+    """Meet the other workers. Calling it again does nothing."""
+    global _world, _timeline
+    if _world is None:
+        _world = join()
+        if named := os.environ.get("HOROVOD_TIMELINE"):
+            _timeline = Path(named)
+
+
+def shutdown() -> None:
+    """Write the timeline, if one was started; the world stays until the program ends."""
+    global _world
+    if _timeline is not None:
+        stop_timeline()
+    _world = None
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called."""
+    return _world is not None
+
+
+def here() -> World:
+    """The world, after `init`."""
+    if _world is None:
+        raise ValueError("Unisono has not been initialized; use hvd.init().")
+    return _world
+
+
+def rank() -> int:
+    """This worker's number among all."""
+    return here().rank
+
+
+def size() -> int:
+    """How many workers there are."""
+    return here().size
+
+
+def local_rank() -> int:
+    """This worker's number among those of its host."""
+    return here().local_rank
+
+
+def local_size() -> int:
+    """How many workers this host has."""
+    return here().local_size
+
+
+def cross_rank() -> int:
+    """The number of this host among those that have a worker of the same local rank."""
+    return _list_peers().index(here().rank)
+
+
+def cross_size() -> int:
+    """How many hosts have a worker of the same local rank."""
+    return len(_list_peers())
+
+
+def _list_peers() -> list[int]:
+    """The ranks that have this worker's local rank on their host."""
+    world, mine, seen = here(), local_rank(), dict[str, int]()
+    found = []
+    for r, host in enumerate(world.hosts):
+        if seen.get(host, 0) == mine:
+            found.append(r)
+        seen[host] = seen.get(host, 0) + 1
+    return found
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of workers."""
+    hosts = list(here().hosts)
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+# What programs ask before they choose ------------------------------------------------------------------------------
+
+
+def nccl_built() -> bool:
+    """Whether torch has NCCL."""
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
+
+
+def cuda_built() -> bool:
+    """Whether torch is one for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch is one for ROCm."""
+    return torch.version.hip is not None
+
+
+def gloo_built() -> bool:
+    """Whether torch has gloo."""
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def gloo_enabled() -> bool:
+    """No: workers talk over our own transports."""
+    return False
+
+
+mpi_built = mpi_enabled = mpi_threads_supported = ccl_built = ddl_built = gloo_enabled
+
+
+# Timeline ----------------------------------------------------------------------------------------------------------
+
+
+def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
+    """Write a trace of all workers to this file (for chrome://tracing or ui.perfetto.dev), at `stop_timeline` or
+    `shutdown`. Every worker calls it; `mark_cycles` says nothing here."""
+    global _timeline
+    here()
+    _timeline = Path(file_path)
+
+
+def stop_timeline() -> None:
+    """Write the trace. Every worker calls it."""
+    global _timeline
+    if _timeline is None:
+        return
+    world, path, _timeline = here(), _timeline, None
+    report = world.ledger.gather(world)
+    if world.rank == 0:
+        report.trace(path)
+
+
+# Forms of one operation ---------------------------------------------------------------------------------------------
+
+
+def _wait_for(begin: Callable[P, Handle[T]], says: str) -> Callable[P, T]:
+    """The form of an operation that returns when it is done."""
+
+    @wraps(begin)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return begin(*args, **kwargs).wait()
+
+    run.__doc__, run.__name__ = says, begin.__name__.replace("_async", "")
+    shown = inspect.signature(begin)
+    gives = shown.return_annotation.removeprefix("Handle[").removesuffix("]")
+    run.__signature__ = shown.replace(return_annotation=gives)  # type: ignore[attr-defined]
+    return run
+
+
+def _on_copies(begin: Callable[P, Handle[T]], says: str) -> Callable[P, Handle[T]]:
+    """The form of an operation that leaves its tensors as they are."""
+
+    @wraps(begin)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+        return begin(*args, **kwargs)
+
+    run.__doc__, run.__name__ = says, begin.__name__.removesuffix("_")
+    return run
 
 
 # Reductions --------------------------------------------------------------------------------------------------------
@@ -77,28 +284,8 @@ def allreduce_async_(
     return _then(handle, lambda found: found[0])
 
 
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle[Tensor]:
-    """Begin `allreduce`."""
-    return allreduce_async_(tensor.detach().clone(), average, name, op, prescale_factor, postscale_factor)
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Replace a tensor by the mean over all workers, or by what `op` says."""
-    return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor).wait()
+allreduce_async = _on_copies(allreduce_async_, "Begin `allreduce`.")
+allreduce_ = _wait_for(allreduce_async_, "Replace a tensor by the mean over all workers, or by what `op` says.")
 
 
 def allreduce(
@@ -140,29 +327,8 @@ def grouped_allreduce_async_(
     return _then(begun, finish)
 
 
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle[list[Tensor]]:
-    """Begin `grouped_allreduce`."""
-    copies = [x.detach().clone() for x in tensors]
-    return grouped_allreduce_async_(copies, average, name, op, prescale_factor, postscale_factor)
-
-
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
-    """`allreduce_` of several tensors, together."""
-    return grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor).wait()
+grouped_allreduce_async = _on_copies(grouped_allreduce_async_, "Begin `grouped_allreduce`.")
+grouped_allreduce_ = _wait_for(grouped_allreduce_async_, "`allreduce_` of several tensors, together.")
 
 
 def grouped_allreduce(
@@ -209,11 +375,10 @@ def reducescatter(
 ) -> Tensor:
     """This worker's part of the rows of the mean over all workers, or of what `op` says. If rows do not divide evenly,
     the first ranks have one more."""
+    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     if tensor.requires_grad:  # the same numbers, by a way that gradients pass through
-        scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
         whole = allreduce(tensor, None, name, compression, op, **scales)
         return _deal_rows(whole, here())[here().rank]
-    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     return reducescatter_async(_compress(tensor, compression), name, op, **scales).wait().to(tensor.dtype)
 
 
@@ -257,14 +422,8 @@ def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) ->
     return _then(begun, lambda _: tensor)
 
 
-def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle[Tensor]:
-    """Begin `broadcast`."""
-    return broadcast_async_(tensor.detach().clone(), root_rank, name)
-
-
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    """Replace a tensor by that of `root_rank`."""
-    return broadcast_async_(tensor, root_rank, name).wait()
+broadcast_async = _on_copies(broadcast_async_, "Begin `broadcast`.")
+broadcast_ = _wait_for(broadcast_async_, "Replace a tensor by that of `root_rank`.")
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:

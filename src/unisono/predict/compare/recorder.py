@@ -22,7 +22,7 @@ from unisono.launchers.runtime.variables import read_observer_settings
 from unisono.methods.spec import describe
 from unisono.methods.strategy import Replica, Strategy, binding
 from unisono.observe.runs.backward import Losses, follow_backward, leave_backward
-from unisono.predict.compare.steps import STEP_FIELDS, Arrival
+from unisono.predict.compare.results import STEP_FIELDS, Arrival
 from unisono.world import World
 from unisono.world.ledger import Ledger, Row, Span
 
@@ -44,12 +44,6 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     return replica
 
 
-def _find_beginning(strategy: Strategy) -> list[Any]:
-    """The setting for windows at the start in which a method exchanges as all-reduce does, and how many these are."""
-    given = [(name, getattr(strategy, name, 0)) for name in ("start", "warmup")]
-    return next(([name, count] for name, count in given if isinstance(count, int) and count > 0), [])
-
-
 class StepRecorder:
     """One rank's steps, written to its file now and then."""
 
@@ -65,6 +59,9 @@ class StepRecorder:
         self._thread = threading.get_ident()
         folder.mkdir(parents=True, exist_ok=True)
         world = replica.world
+        # Settings for windows at the start in which a method exchanges as all-reduce does, and how many these are.
+        starts = [[name, getattr(strategy, name, 0)] for name in ("start", "warmup")]
+        on_gpu = any(p.is_cuda for p in replica.model.parameters())  # what it does is timed on the host alone
         self._file = open(folder / f"rank-{world.rank}.jsonl", "w", encoding="utf-8")  # noqa: SIM115 - until close()
         self._write_line(
             {
@@ -75,9 +72,9 @@ class StepRecorder:
                 "strategy": describe(strategy),
                 "start": self.ledger.clock(),
                 "parameters": sum(p.numel() for p in replica.model.parameters()),
-                "not_measured": _list_unmeasured(replica),
+                "not_measured": sorted({*replica.not_measured, *(["compression"] if on_gpu else [])}),
                 "bytes_by_formula": replica.bytes_by_formula,
-                "begins": _find_beginning(strategy),
+                "begins": next((each for each in starts if isinstance(each[1], int) and each[1] > 0), []),
                 "fields": list(STEP_FIELDS),
             }
         )
@@ -195,12 +192,6 @@ def _find_arrivals(ledger: Ledger, first: int) -> dict[int, list[Arrival]]:
                     found.setdefault(record.step, []).append((key, record.start, start, end))
                     break
     return found
-
-
-def _list_unmeasured(replica: Replica) -> list[str]:
-    """The parts of a step that cannot be told apart here."""
-    on_gpu = any(p.is_cuda for p in replica.model.parameters())  # what it does is timed on the host alone
-    return sorted({*replica.not_measured, *(["compression"] if on_gpu else [])})
 
 
 def _samples_given(shard: Any) -> int | None:

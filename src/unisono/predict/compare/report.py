@@ -1,4 +1,4 @@
-"""The report: a page that opens without a network, and all numbers as JSON. No torch."""
+"""A comparison as a table on standard output, as a page that opens without a network, and as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,98 @@ from typing import Any
 from unisono import units
 from unisono.launchers.runtime.machine import usable_cores
 from unisono.observe.pages import Bars, Lines, Pairs, Section, Series, Table, write_page
-from unisono.predict.compare.results import ONE_WORKER, WARM_UP, Comparison, Row, Trial
+from unisono.predict.compare.results import ONE_WORKER, PARTS, SMOOTHED, WARM_UP, Comparison, Row, Trial, smooth
 from unisono.predict.compare.runs import Request, Runs
-from unisono.predict.compare.steps import PARTS, SMOOTHED, smooth
-from unisono.predict.compare.table import cells, headings
+from unisono.text_table import format_rows
+from unisono.units import show_bytes, show_ms, show_number, show_s
 
-__all__ = ["as_json", "make_page", "write_report"]
+_SHORT = {
+    "compute": "compute",
+    "communication": "commun.",
+    "waiting": "waiting",
+    "compression": "compr.",
+    "data": "data",
+}
+
+
+def headings(found: Comparison) -> list[tuple[str, str]]:
+    """Each column's name and unit."""
+    columns = [("method", ""), ("workers", ""), ("step", "ms")]
+    columns += [(_SHORT[name], "ms") for name in PARTS]
+    columns += [("sent", "a step"), ("samples", "/s"), ("speed-up", ""), ("effic.", "")]
+    if found.equal_time_s is not None:
+        columns.append(("loss", f"at {show_s(found.equal_time_s)}"))
+    if found.equal_samples is not None:
+        columns.append(("loss", f"at {_count(found.equal_samples)}"))
+    if found.target is not None:
+        columns.append(("time to", f"{found.target:g}"))
+    return columns
+
+
+def cells(row: Row, found: Comparison) -> list[str]:
+    """A row's text for each column; "-" where something is not known."""
+    texts = [row.method, str(row.workers), show_ms(row.step_s)]
+    texts += [show_ms(row.parts_s.get(name)) for name in PARTS]
+    sent = "-" if row.bytes_a_step is None else show_bytes(row.bytes_a_step)
+    texts.append(f"≈{sent}" if row.bytes_by_formula and row.bytes_a_step else sent)
+    texts.append("-" if row.samples_a_second is None else _rate(row.samples_a_second))
+    texts.append("-" if row.speed_up is None else f"{row.speed_up:.2f}")
+    texts.append("-" if row.efficiency is None else f"{row.efficiency:.0%}")
+    if found.equal_time_s is not None:
+        texts.append(show_number(row.loss_at_time))
+    if found.equal_samples is not None:
+        texts.append(show_number(row.loss_at_samples))
+    if found.target is not None:
+        texts.append(_target(row))
+    return texts
+
+
+def format_table(found: Comparison) -> str:
+    """The whole table, with what was found and what its signs mean."""
+    columns = headings(found)
+    lines = [[name for name, _ in columns], [unit for _, unit in columns]]
+    lines += [cells(row, found) for row in found.rows]
+    for line, row in zip(lines[2:], found.rows, strict=True):
+        line[0] = ("* " if row.is_best else "  ") + line[0]
+    lines[0][0] = "  " + lines[0][0]
+    head, units, *body = format_rows(lines)
+    text = [head, units]
+    for formatted, row in zip(body, found.rows, strict=True):
+        text += [formatted, f"    {row.note}"] if row.note else [formatted]
+    return "\n".join([*text, "", found.finding, *_explain(found.rows)])
+
+
+def _explain(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    if any(row.is_best for row in rows):
+        lines.append("* the best")
+    if any(row.bytes_by_formula and row.bytes_a_step for row in rows):
+        lines.append("≈ bytes by a formula, not counted")
+    if any(value is None for row in rows if row.step_s is not None for value in row.parts_s.values()):
+        lines.append("- not known: that part of a step is counted with the others of its row")
+    return ["", "; ".join(lines)] if lines else []
+
+
+def _target(row: Row) -> str:
+    if row.failed:
+        return "-"
+    if row.time_to_target_s is not None:
+        return show_s(row.time_to_target_s)
+    return "not reached" if not row.reached else f"{row.reached} of {row.rounds}"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _count(count: float) -> str:
+    """A number of samples, short.
+
+    >>> _count(6400), _count(2_560_000)
+    ('6,400', '2.56M')
+    """
+    return f"{count / 1e6:.3g}M" if count >= 1e6 else f"{count:,.0f}"
+
 
 _EXPLANATION = (
     f"Times are means over the steps after the first {WARM_UP}; of several rounds, those of the middle one. "
@@ -52,13 +138,16 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
     how_far = [f"{request.steps} steps"] if request.steps else []
     how_far += [f"until loss {request.target:g}"] if request.target is not None else []
     how_far += [f"at most {request.time_s:g} s"] if request.time_s else []
+    links = "none: all workers are on this machine, and share its memory"
+    if runs.links:  # as the first run measured them; those of later runs are in their run.log
+        links = "; ".join(runs.links[0]) + (f" (the first of {len(runs.links)} runs)" if len(runs.links) > 1 else "")
     about = {
         "script": shlex.join(request.program),
         "methods": ", ".join(request.strategies),
         "last run": f"UNISONO_STRATEGY={shlex.quote(runs.planned[len(runs.commands) - 1].spec)} {runs.commands[-1]}",
         "each run": ", ".join(how_far) or "to the script's own end",
         "rounds": str(request.rounds),
-        "links": _describe_links(runs.links),
+        "links": links,
         "threads a worker": str(runs.threads),
         "machine": f"{platform.machine()}, {usable_cores()} cores, {platform.system()} {platform.release()}",
         "versions": ", ".join([f"Python {platform.python_version()}", *map(_find_version, ("unisono", "torch"))]),
@@ -68,13 +157,6 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
     if curve is not None:
         about["model"] = f"{curve.about['parameters']:,} parameters, on {curve.about['device']}"
     return about
-
-
-def _describe_links(said: Sequence[Sequence[str]]) -> str:
-    """The emulated links as the first run measured them; those of later runs are in their run.log."""
-    if not said:
-        return "none: all workers are on this machine, and share its memory"
-    return "; ".join(said[0]) + (f" (the first of {len(said)} runs)" if len(said) > 1 else "")
 
 
 def _find_version(name: str) -> str:

@@ -24,10 +24,7 @@ from typing import Any
 
 from unisono.launchers.runtime.machine import usable_cores
 from unisono.launchers.runtime.variables import name_observer
-from unisono.predict.compare.results import ONE_WORKER, Trial
-from unisono.predict.compare.steps import SMOOTHED, RankSteps, merge_ranks
-
-__all__ = ["NothingToCompare", "Planned", "Progress", "Request", "Runs", "list_runs", "start_launcher"]
+from unisono.predict.compare.results import ONE_WORKER, SMOOTHED, RankSteps, Trial, merge_ranks
 
 _POLL_S = 0.25
 _STOPPING_S = 15.0
@@ -130,7 +127,9 @@ class Runs:
         self.commands.append(shlex.join(["unisono", *command[3:]]))
         watched = _Watched([_RankFile(folder / f"rank-{rank}.jsonl") for rank in range(run.workers)])
         began = time.monotonic()
-        with start_launcher(command, self._environment(run, folder), folder / "run.log") as process:
+        observer = name_observer(_OBSERVER, folder=str(folder.resolve()), steps=self.request.steps)
+        env = {**os.environ, **observer, "UNISONO_STRATEGY": run.spec}
+        with start_launcher(command, env, folder / "run.log") as process:
             while process.poll() is None and not self._is_enough(watched, time.monotonic() - began):
                 progress.step, progress.loss = len(watched.losses), watched.smoothed
                 progress.seconds = time.monotonic() - began
@@ -200,10 +199,6 @@ class Runs:
             command += ["--shaper", request.shaper] if request.shaper else []
         return [*command, *request.program]
 
-    def _environment(self, run: Planned, folder: Path) -> dict[str, str]:
-        observer = name_observer(_OBSERVER, folder=str(folder.resolve()), steps=self.request.steps)
-        return {**os.environ, **observer, "UNISONO_STRATEGY": run.spec}
-
 
 def _write_name(run: Planned) -> str:
     """The name of a run's folder.
@@ -225,19 +220,13 @@ def start_launcher(command: Sequence[str], env: dict[str, str], log: Path) -> It
         try:
             yield process
         finally:
-            _stop(process)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does: the launcher ends its workers and cleans up. Else it is killed, and they with it."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_STOPPING_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            if process.poll() is None:  # as Ctrl-C does: the launcher ends its workers, and cleans up
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(_STOPPING_S)
+                except subprocess.TimeoutExpired:  # it is killed, and they with it
+                    process.kill()
+                    process.wait()
 
 
 # What the workers write ----------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """What a step costs: its anatomy as measured, a network, and the replay of one on the other. Arithmetic alone."""
 
-from unisono.predict.costs.anatomy import Anatomy, Job, Operation
-from unisono.predict.costs.network import Link, Network, all_reduce_bytes, fit, sent_share
-from unisono.predict.costs.replay import Prediction, Timing, predict, replay
+from unisono.predict.costs.anatomy import Anatomy, Job, Prediction, Timing, predict, replay
+from unisono.predict.costs.network import Link, Network, Operation, all_reduce_bytes, fit, sent_share
 
 __all__ = [
     "Anatomy",

@@ -7,12 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from unisono.predict.costs.anatomy import Operation
-
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "exchange")
+Among = Literal["all", "inside", "across"]
 _HEAD_BYTES = 512  # what an exchange of objects sends at least
 _SEGMENT_BYTES = 256 << 10  # a chain passes a tensor on in such pieces
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective, and the bytes that each rank gives to it.
+
+    nbytes: the whole tensor for all_reduce, reduce_scatter and broadcast; a rank's own part for all_gather, send and
+        exchange; the sum of a rank's parts for all_to_all.
+    among: all ranks, those inside a host, or one of each host.
+    """
+
+    op: str
+    nbytes: int
+    among: Among = "all"
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ValueError(f"an operation is one of {', '.join(OPS)}, got {self.op!r}")
 
 
 class Link(NamedTuple):
@@ -37,9 +55,9 @@ class LinearCost(NamedTuple):
     latency_s: float
     s_per_byte: float
 
-    def at(self, nbytes: float) -> float:
-        """Seconds that an operation on `nbytes` takes."""
-        return self.latency_s + nbytes * self.s_per_byte
+    def at(self, nbytes: float, operations: float = 1) -> float:
+        """Seconds that an operation on `nbytes` takes, or several on so many together."""
+        return operations * self.latency_s + nbytes * self.s_per_byte
 
 
 @dataclass(frozen=True)
@@ -219,29 +237,24 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """
     if not points:
         raise ValueError("a line needs at least one measured point")
-    return _least_squares([(nbytes, max(seconds, 1e-9)) for nbytes, seconds in take_medians(points)])
+    typical = [(nbytes, max(seconds, 1e-9)) for nbytes, seconds in take_medians(points)]
+    sums = [0.0] * 5
+    for x, y in typical:
+        w = 1 / y**2
+        sums = [s + w * each for s, each in zip(sums, (1.0, x, x * x, y, x * y), strict=True)]
+    one, sx, sxx, sy, sxy = sums
+    spread = one * sxx - sx * sx
+    if spread <= 1e-12 * one * sxx or math.isclose(one * sxx, sx * sx, rel_tol=1e-12):
+        x, y = typical[-1]
+        return (0.0, y / x) if x else (y, 0.0)
+    slope = (one * sxy - sx * sy) / spread
+    start = (sy - slope * sx) / one
+    if slope < 0:
+        return sy / one, 0.0
+    return (start, slope) if start >= 0 else (0.0, sxy / sxx)
 
 
 def take_medians(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Points (bytes, seconds), one for each size: the median of its times."""
     sizes = sorted({nbytes for nbytes, _ in points})
     return [(nbytes, median(s for n, s in points if n == nbytes)) for nbytes in sizes]
-
-
-def _least_squares(points: Sequence[tuple[float, float]]) -> LinearCost:
-    sums = [0.0] * 5
-    for x, y in points:
-        w = 1 / y**2
-        sums = [s + w * each for s, each in zip(sums, (1.0, x, x * x, y, x * y), strict=True)]
-    one, sx, sxx, sy, sxy = sums
-    spread = one * sxx - sx * sx
-    if spread <= 1e-12 * one * sxx or math.isclose(one * sxx, sx * sx, rel_tol=1e-12):
-        x, y = points[-1]
-        return LinearCost(0.0, y / x) if x else LinearCost(y, 0.0)
-    slope = (one * sxy - sx * sy) / spread
-    start = (sy - slope * sx) / one
-    if slope < 0:
-        return LinearCost(sy / one, 0.0)
-    if start < 0:
-        return LinearCost(0.0, sxy / sxx)
-    return LinearCost(start, slope)

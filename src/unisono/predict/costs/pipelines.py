@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["UNITS", "Action", "Replay", "count_under_way", "order_single", "replay_schedule", "say_formula"]
-
 Action = tuple[int, str, int]
 UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of equal stages: backward takes twice as long as forward
 

@@ -10,11 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.methods.hybrid.axes import choose_sizes
-from unisono.predict.footprint.capacity import find_capacity
-from unisono.predict.footprint.facts import find_facts, format_error, trace_step
+from unisono.predict.footprint.facts import MeshShare, find_facts, format_error, trace_step
 from unisono.predict.footprint.formula import StepMemory
-from unisono.predict.footprint.memory_report import Comparison, MemoryReport
-from unisono.predict.footprint.mesh_share import MeshShare, share_facts
+from unisono.predict.footprint.memory_report import Comparison, MemoryReport, find_capacity
 from unisono.predict.footprint.trace import Loss
 
 __all__ = ["Comparison", "MemoryReport", "memory"]
@@ -80,12 +78,8 @@ def memory(
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
         left_out.append("your optimizer: AdamW was assumed; give optimizer= for another")
-    facts, more = find_facts(model, optimizer, step_memory=step_memory)
-    if (tensor, pipeline) != (1, 1):
-        facts, notes = share_facts(
-            facts, model, MeshShare(tensor, pipeline, microbatches or max(4, pipeline), schedule)
-        )
-        more = [*more, *notes]
+    share = MeshShare(tensor, pipeline, microbatches or max(4, pipeline), schedule)
+    facts, more = find_facts(model, optimizer, share, step_memory=step_memory)
     title = type(model).__name__
     return MemoryReport(facts, there, workers, (*left_out, *more), title=title, mesh=(tensor, pipeline))
 

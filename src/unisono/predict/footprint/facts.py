@@ -1,29 +1,42 @@
-"""What the formulas need to know, found from a model, its optimizer and a batch without allocating any of it."""
+"""What the formulas need to know of a model, its optimizer and a batch, or of a mesh rank's share of them; found
+without allocating any of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.methods.hybrid import tensor_plan
+from unisono.methods.hybrid.pipeline import AHEAD, check_schedule
 from unisono.methods.strategies.zero.units import Unit, unit_bytes_for, units_by_module, units_by_size
+from unisono.predict.costs.pipelines import count_under_way
 from unisono.predict.footprint.formula import DEFAULTS, ModelFacts, StepMemory, UnitSizes
-from unisono.predict.footprint.live_bytes import Peaks
-from unisono.predict.footprint.trace import Loss, OptimizerState, make_fake_mode, trace_activations, trace_optimizer
+from unisono.predict.footprint.trace import (
+    Loss,
+    OptimizerState,
+    Peaks,
+    make_fake_mode,
+    trace_activations,
+    trace_optimizer,
+)
 
 
 def find_facts(
     model: nn.Module,
     optimizer: Optimizer,
+    share: MeshShare,
     *,
     step_memory: StepMemory | None = None,
     backwards: int = 1,
 ) -> tuple[ModelFacts, list[str]]:
-    """The facts, and what could not be found, in words."""
+    """The facts of a worker's share, and what could not be found, in words."""
     left_out: list[str] = []
     params = list(model.parameters())
     trainable = [p for p in params if p.requires_grad]
@@ -36,7 +49,9 @@ def find_facts(
             f"the state of {type(optimizer).__name__}: its step does not run on fake tensors ({format_error(error)})"
         )
     seen = {id(b): b for b in model.buffers()}
-    return ModelFacts(
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    shapes = [(name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in named]
+    facts = ModelFacts(
         trainable=sum(p.numel() for p in trainable),
         trainable_bytes=sum(p.nbytes for p in trainable),
         frozen=sum(p.numel() for p in frozen),
@@ -46,26 +61,26 @@ def find_facts(
         state_bytes=state.element_bytes,
         state_other_bytes=state.other_bytes,
         step_bytes=state.step_bytes,
-        units_by_size=measure_units_by_size(model),
-        units_by_module=measure_units_by_module(model),
+        units_by_size=_measure_units_by_size(model),
+        units_by_module=_measure_units_by_module(model),
         step_memory=step_memory,
         device="cpu" if params[0].is_meta else params[0].device.type,
         backwards=backwards,
-        shapes=tuple((name, _without_memory(p)) for name, p in model.named_parameters() if p.requires_grad),
-    ), left_out
+        shapes=tuple((name, nn.Parameter(x, requires_grad=False)) for name, x in shapes),
+    )
+    if (share.tensor, share.pipeline) == (1, 1):
+        return facts, left_out
+    facts, notes = _share_facts(facts, model, share)
+    return facts, [*left_out, *notes]
 
 
-def _without_memory(param: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
-
-
-def measure_units_by_size(model: nn.Module) -> UnitSizes:
+def _measure_units_by_size(model: nn.Module) -> UnitSizes:
     """Sizes of the units that stages 1 and 2 of zero reduce."""
     units = units_by_size(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     return UnitSizes(0, tuple(sorted((u.numel for u in units), reverse=True)), _count_waiting(units))
 
 
-def measure_units_by_module(model: nn.Module) -> UnitSizes:
+def _measure_units_by_module(model: nn.Module) -> UnitSizes:
     """Sizes of the units that stage 3 of zero gathers and reduces."""
     units = units_by_module(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     sizes: dict[nn.Module | None, int] = {None: 0}
@@ -107,3 +122,92 @@ def format_error(error: BaseException) -> str:
     lines: Sequence[str] = str(error).strip().splitlines() or [""]
     text = lines[0] if len(lines[0]) <= 160 else f"{lines[0][:160]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@dataclass(frozen=True)
+class MeshShare:
+    """A mesh of which a worker has a part. `traced`: microbatches in which the step that was traced ran already."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    microbatches: int = 4
+    schedule: str = "1F1B"
+    traced: int = 1
+
+    def count_held(self) -> float:
+        """How many microbatches' activations the first stage's rank holds at the worst moment.
+
+        >>> [MeshShare(pipeline=4, microbatches=16, schedule=name).count_held() for name in ("GPipe", "1F1B")]
+        [16.0, 7.0]
+        """
+        kind, per_rank = check_schedule(self.schedule, None, self.microbatches, self.pipeline, AHEAD)
+        if kind in ("gpipe", "loopedbfs"):
+            return float(self.microbatches)
+        # of several stages a rank: as many microbatches as ranks in each, and those on their way there and back
+        held = (per_rank - 1) * self.pipeline + count_under_way(0, self.pipeline, AHEAD)
+        return min(self.microbatches * per_rank, held) / per_rank
+
+
+def _share_facts(facts: ModelFacts, model: nn.Module, share: MeshShare) -> tuple[ModelFacts, list[str]]:
+    """The facts of one rank of a mesh, and notes on what they leave out.
+
+    Layers of `un.tensor_plan` are divided by the tensor axis, all of it by the pipeline axis (stages of equal size). A
+    stage keeps the activations of the microbatches that its schedule has under way.
+    """
+    tensor, pipeline = share.tensor, share.pipeline
+    split = _count_split(model, tensor) if tensor > 1 else 0
+    every = sum(p.numel() for p in model.parameters())
+    by_tensor = (split / tensor + every - split) / every
+    part = by_tensor / pipeline
+    kept = share.count_held() / share.microbatches / pipeline if pipeline > 1 else 1.0
+    notes = []
+    step_memory = facts.step_memory
+    if step_memory is not None:
+        step_memory = StepMemory(
+            **{name: round(bytes_ * kept * share.traced) for name, bytes_ in dataclasses.asdict(step_memory).items()}
+        )
+    if tensor > 1:
+        notes.append(
+            f"what the tensor axis saves of activations: they count whole ({split / every:.0%} of the parameters are "
+            f"divided by {tensor})"
+        )
+    if pipeline > 1:
+        part_name = {2: "half", 3: "third", 4: "quarter"}.get(pipeline, f"{pipeline}th")
+        notes.append(
+            f"stages that differ: each counts a {part_name} of the model, with {share.count_held():g} of "
+            f"{share.microbatches} microbatches under way ({share.schedule})"
+        )
+    scaled = {
+        name: round(getattr(facts, name) * part)
+        for name in (
+            "trainable", "trainable_bytes", "frozen", "frozen_bytes", "state_elements", "state_bytes",
+            "state_other_bytes", "step_bytes",
+        )
+    }  # fmt: skip
+    return dataclasses.replace(
+        facts,
+        **scaled,
+        units_by_size=_scale_units(facts.units_by_size, by_tensor, pipeline),
+        units_by_module=_scale_units(facts.units_by_module, by_tensor, pipeline),
+        step_memory=step_memory,
+        backwards=max(facts.backwards, share.microbatches if pipeline > 1 else 1),
+    ), notes
+
+
+def _count_split(model: nn.Module, tensor: int) -> int:
+    """Elements of the parameters that the plan divides; a bias that is added once is not divided."""
+    count = 0
+    for name, style in tensor_plan(model, ranks=tensor).items():
+        module = model.get_submodule(name)
+        whole = {"bias"} if type(style).__name__ == "RowwiseParallel" else set()
+        count += sum(p.numel() for key, p in module.named_parameters(recurse=False) if key not in whole)
+    return count
+
+
+def _scale_units(units: UnitSizes, by_tensor: float, pipeline: int) -> UnitSizes:
+    others = units.others[: -(-len(units.others) // pipeline)]
+    return UnitSizes(
+        round(units.root * by_tensor / pipeline),
+        tuple(round(size * by_tensor) for size in others),
+        round(units.waiting * by_tensor),
+    )

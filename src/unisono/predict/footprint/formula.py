@@ -1,4 +1,4 @@
-"""What a worker needs under each setting, in bytes: all formulas are here, and nothing else.
+"""What a worker needs, in bytes, from what a method says that it keeps (`Keeps`): all formulas are here.
 
 ZeRO: Rajbhandari et al., 2020, arXiv:1910.02054; Offload: Ren et al., 2021, arXiv:2101.06840; Infinity: Rajbhandari
 et al., 2021, arXiv:2104.07857.
@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,46 +35,18 @@ from unisono.methods.offload.device import STAGING_BUFFERS
 from unisono.methods.offload.plan import BLOCK_ELEMENTS, staged_share
 from unisono.methods.reducer import Reducer, kept_bytes
 from unisono.methods.strategies.shared.step import OWN_TILE_BYTES
-from unisono.methods.strategies.zero import Place, zero
+from unisono.methods.strategies.zero import zero
 from unisono.methods.strategies.zero.gather import UNITS_GATHERED
 from unisono.methods.strategies.zero.offloading import MOMENTS
 from unisono.methods.strategies.zero.reduce import LINES_IN_FLIGHT
 from unisono.methods.strategies.zero.replica import DTYPES
+from unisono.methods.strategy import Keeps
 
 CORES = 16  # of the host beside a GPU, which is seldom this one; the link's threads take one of them
 STAGED = staged_share(CORES - 1)  # of the state on the host, the share that passes through the GPU to be stepped there
 HALF_BYTES = min(dtype.itemsize for dtype in DTYPES.values())  # of an element that computes, at the least
 MASTER_BYTES = torch.float32.itemsize  # of an element that is stepped, at least
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(zero)}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A strategy and where it keeps parameters and state: one row of the table."""
-
-    strategy: Literal["allreduce", "shared", "zero"] = "allreduce"
-    stage: int = 0  # of zero
-    precision: str | None = DEFAULTS["precision"]
-    optimizer_on: Place = DEFAULTS["optimizer_on"]
-    params_on: Place = DEFAULTS["params_on"]
-    moments: str = DEFAULTS["moments"]
-    accumulate: int = DEFAULTS["accumulate"]
-    delayed_update: bool = DEFAULTS["delayed_update"]
-    spare: bool = DEFAULTS["spare"]
-    reducer: Reducer | None = None  # of allreduce and shared
-
-    @property
-    def spec(self) -> str:
-        """The text to give to `un.parallel`: the stage, and whatever differs from the defaults."""
-        words = [f"stage={self.stage}"] if self.strategy == "zero" else []
-        for name in SETTINGS[1:]:
-            value = getattr(self, name)
-            if value != DEFAULTS[name]:
-                words.append(f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}")
-        return f"{self.strategy}({', '.join(words)})" if words else self.strategy
-
-
-SETTINGS = tuple(each.name for each in fields(Setting) if each.name in DEFAULTS)  # of zero, under its own names
 
 
 @dataclass(frozen=True)
@@ -133,6 +105,9 @@ class ModelFacts:
         return round(kept * self.trainable / sum(x.numel() for _, x in self.shapes))  # of a mesh: of a rank's part
 
 
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")  # on the device
+
+
 @dataclass(frozen=True)
 class Need:
     """Bytes of one worker: on its device by kind, on its host, on disk."""
@@ -148,36 +123,37 @@ class Need:
     @property
     def device(self) -> int:
         """Bytes on the device at the peak."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+        return sum(getattr(self, kind) for kind in KINDS)
 
 
 def compute_need(
     facts: ModelFacts,
-    setting: Setting,
+    keeps: Keeps,
     workers: int,
     *,
+    reducer: Reducer | None = None,
     overlap: bool = True,
     apart: bool = True,
     per_host: int | None = None,
 ) -> Need:
     """What one of `workers` workers needs; of what a host keeps once for all its workers, an equal share.
 
-    overlap: they exchange while they compute. apart: the device has memory of its own. per_host: workers of a host;
-    None: all.
+    reducer: how means are taken. overlap: they exchange while they compute. apart: the device has memory of its own.
+    per_host: workers of a host; None: all.
     """
-    if setting.strategy == "allreduce" or (setting.strategy == "shared" and workers == 1):
-        return _compute_allreduce(facts, setting, workers)
-    if setting.strategy == "shared":
-        return _compute_shared(facts, setting, workers, per_host or workers)
-    one_host = not apart and facts.device == "cpu" and (per_host or workers) >= workers
-    return _compute_zero(facts, setting, workers, overlap=overlap and workers > 1, apart=apart, one_host=one_host)
+    if keeps.stage:
+        one_host = not apart and facts.device == "cpu" and (per_host or workers) >= workers
+        return _compute_zero(facts, keeps, workers, overlap=overlap and workers > 1, apart=apart, one_host=one_host)
+    if keeps.once_a_host and workers > 1:
+        return _compute_shared(facts, keeps, reducer, workers, per_host or workers)
+    return _compute_allreduce(facts, keeps, reducer, workers)
 
 
-def _compute_allreduce(facts: ModelFacts, setting: Setting, workers: int) -> Need:
+def _compute_allreduce(facts: ModelFacts, keeps: Keeps, reducer: Reducer | None, workers: int) -> Need:
     gradients = facts.trainable_bytes
     step_memory = facts.step_memory or StepMemory()
-    passes = max(setting.accumulate, facts.backwards)
-    exact = setting.reducer is None or setting.reducer.exact
+    passes = max(keeps.accumulate, facts.backwards)
+    exact = reducer is None or reducer.exact
     if workers == 1 and passes == 1 and exact:  # no buckets: a gradient's memory is taken when it comes
         beside = max(step_memory.with_gradients, gradients + facts.step_bytes + step_memory.rest) - gradients
     else:
@@ -188,63 +164,61 @@ def _compute_allreduce(facts: ModelFacts, setting: Setting, workers: int) -> Nee
         gradients=gradients,
         optimizer=facts.state_bytes + facts.state_other_bytes,
         activations=beside,
-        buffers=facts.buffer_bytes + facts.count_kept(setting.reducer) + in_flight,
+        buffers=facts.buffer_bytes + facts.count_kept(reducer) + in_flight,
     )
 
 
-def _compute_shared(facts: ModelFacts, setting: Setting, workers: int, per_host: int) -> Need:
+def _compute_shared(facts: ModelFacts, keeps: Keeps, reducer: Reducer | None, workers: int, per_host: int) -> Need:
     step_memory = facts.step_memory or StepMemory()
-    passes = max(setting.accumulate, facts.backwards)
+    passes = max(keeps.accumulate, facts.backwards)
     return Need(
         parameters=-(-(facts.trainable_bytes + facts.frozen_bytes) // per_host),
         gradients=facts.trainable_bytes * (1 if passes == 1 else 2),
         optimizer=-(-facts.state_bytes // per_host) + facts.state_other_bytes,
         activations=max(step_memory.alone, OWN_TILE_BYTES + step_memory.rest),
-        buffers=facts.buffer_bytes + (facts.count_kept(setting.reducer) // per_host if workers > per_host else 0),
+        buffers=facts.buffer_bytes + (facts.count_kept(reducer) // per_host if workers > per_host else 0),
     )
 
 
-def _compute_zero(
-    facts: ModelFacts, setting: Setting, workers: int, *, overlap: bool, apart: bool, one_host: bool
-) -> Need:
-    sizes = _compute_sizes(facts, setting, workers)
-    compute, away = sizes.compute, setting.optimizer_on != "device"
-    units = facts.units_by_module if setting.stage == 3 else facts.units_by_size
+def _compute_zero(facts: ModelFacts, keeps: Keeps, workers: int, *, overlap: bool, apart: bool, one_host: bool) -> Need:
+    sizes = _compute_sizes(facts, keeps, workers)
+    compute, away = sizes.compute, keeps.optimizer_on != "device"
+    units = facts.units_by_module if keeps.stage == 3 else facts.units_by_size
     step_memory = facts.step_memory or StepMemory()
 
     # device: parameters, and the units that are gathered
-    here = setting.params_on == "device"
-    once = one_host and not away and not setting.spare  # values that all workers of the host have together
-    values = compute * (sizes.shard if setting.stage == 3 or once else facts.trainable) if here else 0
+    here = keeps.params_on == "device"
+    once = one_host and not away and not keeps.spare  # values that all workers of the host have together
+    values = compute * (sizes.shard if keeps.stage == 3 or once else facts.trainable) if here else 0
     frozen = sizes.frozen if here else 0
     gathered = compute * (units.root + sum(units.others[: UNITS_GATHERED if overlap else 1]))
-    gathered = gathered if setting.stage == 3 else 0
+    gathered = gathered if keeps.stage == 3 else 0
     # device: gradients that stay, those that wait until their unit is complete, and those being reduced
-    passes = max(setting.accumulate, facts.backwards)
-    whole = compute * facts.trainable if setting.stage == 1 and passes > 1 else 0
+    passes = max(keeps.accumulate, facts.backwards)
+    whole = compute * facts.trainable if keeps.stage == 1 and passes > 1 else 0
     waiting = 0 if whole else compute * units.waiting
     reducing = compute * units.largest * (LINES_IN_FLIGHT if overlap else 1)
     reducing += compute * units.largest / workers if sizes.wide else 0  # my part, before it is added up in fp32
     kept = compute * units.largest / workers if away and passes == 1 else sizes.step * sizes.shard
     # device: what the optimizer needs there; the others are gone when it steps
-    copies = 2 if setting.spare and workers > 1 else 1  # of what is split: my part, and another worker's
+    copies = 2 if keeps.spare and workers > 1 else 1  # of what is split: my part, and another worker's
     temporary = 0 if away else copies * facts.step_bytes * sizes.step / sizes.own / workers
     stepping = temporary + step_memory.rest - waiting - gathered
-    staged = STAGED if away and here and apart and setting.optimizer_on == "cpu" else 0.0
+    staged = STAGED if away and here and apart and keeps.optimizer_on == "cpu" else 0.0
     passing = min(STAGING_BUFFERS * min(BLOCK_ELEMENTS, staged * units.largest / workers), staged * sizes.shard)
     slots = passing * sizes.state / max(1, sizes.shard)
-    shadow = compute * sizes.shard if setting.delayed_update else 0
-    copied = (copies - 1) * (sizes.frozen + (0 if sizes.wide else compute * sizes.shard)) if setting.stage == 3 else 0
+    shadow = compute * sizes.shard if keeps.delayed_update else 0
+    copied = (copies - 1) * (sizes.frozen + (0 if sizes.wide else compute * sizes.shard)) if keeps.stage == 3 else 0
 
-    host, disk = _compute_elsewhere(setting, sizes, -(-units.largest // workers), staged=staged, passes=passes)
+    host, disk = _compute_elsewhere(keeps, sizes, -(-units.largest // workers), staged=staged, passes=passes)
     return Need(
         parameters=round(values + frozen + gathered + shadow + copied),
         gradients=round(whole + copies * kept + waiting + reducing + staged * compute * sizes.shard),
         optimizer=round(slots if away else copies * sizes.state) + (0 if away else copies * facts.state_other_bytes),
-        activations=round(max(step_memory.alone_bf16 if setting.precision else step_memory.alone, stepping)),
+        activations=round(max(step_memory.alone_bf16 if keeps.precision else step_memory.alone, stepping)),
         buffers=facts.buffer_bytes,
-        host=round(host + (0 if setting.params_on != "cpu" else sizes.frozen)),
-        disk=round(disk + (0 if setting.params_on != "disk" else sizes.frozen)),
+        host=round(host + (0 if keeps.params_on != "cpu" else sizes.frozen)),
+        disk=round(disk + (0 if keeps.params_on != "disk" else sizes.frozen)),
     )
 
 
@@ -260,50 +234,46 @@ class _Sizes(NamedTuple):
     frozen: int  # bytes
 
 
-def _compute_sizes(facts: ModelFacts, setting: Setting, workers: int) -> _Sizes:
+def _compute_sizes(facts: ModelFacts, keeps: Keeps, workers: int) -> _Sizes:
     own = facts.trainable_bytes / max(1, facts.trainable)
-    compute = DTYPES[setting.precision].itemsize if setting.precision else own
+    compute = DTYPES[keeps.precision].itemsize if keeps.precision else own
     step = max(MASTER_BYTES, compute)
-    wide, away = step != compute, setting.optimizer_on != "device"
+    wide, away = step != compute, keeps.optimizer_on != "device"
     shard = -(-facts.trainable // workers)
-    moment = step if setting.moments == DEFAULTS["moments"] else MOMENTS[setting.moments].itemsize
+    moment = step if keeps.moments == DEFAULTS["moments"] else MOMENTS[keeps.moments].itemsize
     state = (step * shard if wide or away else 0) + moment * facts.state_elements / workers
-    frozen = DTYPES[setting.precision].itemsize * facts.frozen if setting.precision else facts.frozen_bytes
-    return _Sizes(own, compute, step, wide, shard, state, -(-frozen // (workers if setting.stage == 3 else 1)))
+    frozen = DTYPES[keeps.precision].itemsize * facts.frozen if keeps.precision else facts.frozen_bytes
+    return _Sizes(own, compute, step, wide, shard, state, -(-frozen // (workers if keeps.stage == 3 else 1)))
 
 
-def _compute_elsewhere(
-    setting: Setting, sizes: _Sizes, largest: int, *, staged: float, passes: int
-) -> tuple[float, float]:
+def _compute_elsewhere(keeps: Keeps, sizes: _Sizes, largest: int, *, staged: float, passes: int) -> tuple[float, float]:
     """Host and disk bytes of an optimizer that is not on the device; `largest`: elements of my largest shard."""
-    if setting.optimizer_on == "device":
+    if keeps.optimizer_on == "device":
         return 0, 0
     gradient = sizes.compute if passes == 1 else sizes.step
-    if setting.params_on == "device":  # gradients as they come, in whose place the new values go back
-        sides = 2 if setting.delayed_update else 1
+    if keeps.params_on == "device":  # gradients as they come, in whose place the new values go back
+        sides = 2 if keeps.delayed_update else 1
         slab = gradient + (sizes.compute if gradient != sizes.compute else 0)
         lines = sides * slab * sizes.shard * (1 - staged)
     else:  # gradients, and on the host the values that compute
-        lines = (gradient + (sizes.compute if setting.params_on == "cpu" else 0)) * sizes.shard
-    if setting.optimizer_on == "cpu":
+        lines = (gradient + (sizes.compute if keeps.params_on == "cpu" else 0)) * sizes.shard
+    if keeps.optimizer_on == "cpu":
         return lines + sizes.state, 0
     buffers = CHUNK_BUFFERS * min(CHUNK_ELEMENTS, largest) * sizes.state / max(1, sizes.shard)
-    buffers += (sizes.step + sizes.compute) * largest if setting.params_on == "disk" else 0  # read, to be gathered
+    buffers += (sizes.step + sizes.compute) * largest if keeps.params_on == "disk" else 0  # read, to be gathered
     return lines + min(buffers, sizes.state), sizes.state
 
 
-def list_settings(workers: int, *, device_is_host: bool, half: bool = True, accumulate: int = 1) -> list[Setting]:
-    """Every stage and placement, the fastest first.
+def list_settings(workers: int, *, device_is_host: bool, half: bool = True) -> list[str]:
+    """Specs of every stage and placement, the fastest first.
 
     What stays on the device comes before what goes to the host, and that before what goes to disk; in each of these
     fp32 moments before 16-bit ones, the model's own precision before bf16, and less traffic between workers (stages 1
     and 2 as much as allreduce, stage 3 half as much again) before more. `half` leaves bf16 in; where the device's
     memory is the host's own, moving things to the host gains nothing and is left out.
     """
-    found = [Setting(accumulate=accumulate)]
-    if device_is_host and workers > 1:
-        found.insert(0, Setting("shared", accumulate=accumulate))
-    places: list[tuple[Place, Place]] = [
+    found = ["shared", "allreduce"] if device_is_host and workers > 1 else ["allreduce"]
+    places = [
         ("device", "device"), ("cpu", "device"), ("cpu", "cpu"), ("disk", "device"), ("disk", "cpu"), ("disk", "disk")
     ]  # fmt: skip
     precisions: list[str | None] = [None, *DTYPES] if half else [None]
@@ -313,8 +283,8 @@ def list_settings(workers: int, *, device_is_host: bool, half: bool = True, accu
         for moments, precision in product(MOMENTS, precisions):
             if optimizer_on == "device" and (moments != DEFAULTS["moments"] or (workers == 1 and precision is None)):
                 continue  # alone and with everything here there is nothing to divide: allreduce needs as much or less
-            found += [
-                Setting("zero", stage, precision, optimizer_on, params_on, moments, accumulate)
-                for stage in ((1, 2, 3) if params_on == "device" else (3,))
-            ]
+            chosen = {"precision": precision, "optimizer_on": optimizer_on, "params_on": params_on, "moments": moments}
+            words = [f'{name}="{value}"' for name, value in chosen.items() if value != DEFAULTS[name]]
+            stages = (1, 2, 3) if params_on == "device" else (3,)
+            found += [f"zero({', '.join([f'stage={stage}', *words])})" for stage in stages]
     return found

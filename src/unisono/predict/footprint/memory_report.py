@@ -1,28 +1,90 @@
-"""The answer of `un.memory`: a table of all settings, those that fit, and predicted against measured."""
+"""The answer of `un.memory`: what a machine has, a table of all settings, what fits, and predicted against measured."""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+
+from unisono.launchers.runtime.machine import host_bytes
 from unisono.methods.spec import build
-from unisono.methods.strategies.allreduce import allreduce
-from unisono.methods.strategies.shared import shared
-from unisono.methods.strategies.zero import zero
-from unisono.predict.footprint.capacity import Capacity
 from unisono.predict.footprint.formula import (
     HALF_BYTES,
-    SETTINGS,
+    KINDS,
     ModelFacts,
     Need,
-    Setting,
     compute_need,
     list_settings,
 )
 from unisono.text_table import format_rows
-from unisono.units import show_size
+from unisono.units import parse_size, show_size
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bytes that there are: of a worker's device, of a host with `workers` workers on it, and of its disk.
+
+    `device` None: the workers compute in the host's own memory.
+    """
+
+    device: int | None
+    host: int
+    disk: int
+    workers: int
+    guessed: tuple[str, ...] = ()  # what was not given, and taken from this machine
+
+    def describe(self) -> str:
+        """The capacity in one line, for a report."""
+        here = {name: " (this machine's)" if name in self.guessed else "" for name in ("device", "host", "disk")}
+        shared = f", shared by {self.workers} workers" if self.workers > 1 else ""
+        parts = [f"host {show_size(self.host)}{here['host']}{shared}", f"disk {show_size(self.disk)}{here['disk']}"]
+        if self.device is not None:
+            return "; ".join([f"device {show_size(self.device)}{here['device']}", *parts])
+        return "; ".join([f"{parts[0]}, in which they compute", parts[1]])
+
+
+def find_capacity(
+    device_memory: str | int | None,
+    host_memory: str | int | None,
+    disk: str | int | Path | None,
+    *,
+    workers: int,
+) -> Capacity:
+    """Sizes as given; what is not given is this machine's. `disk` is a size, or a folder on that disk."""
+    guessed: list[str] = []
+    if device_memory is not None:
+        device: int | None = parse_size(device_memory, "device_memory")
+    elif torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0).total_memory
+        guessed.append("device")
+    else:
+        device = None
+    if host_memory is not None:
+        host = parse_size(host_memory, "host_memory")
+    else:
+        host = host_bytes()
+        guessed.append("host")
+    room, here = _find_room(disk)
+    return Capacity(device, host, room, workers, (*guessed, "disk") if here else tuple(guessed))
+
+
+def _find_room(disk: str | int | Path | None) -> tuple[int, bool]:
+    if disk is None:
+        return shutil.disk_usage(".").free, True
+    if isinstance(disk, (str, Path)) and Path(disk).is_dir():
+        return shutil.disk_usage(disk).free, False
+    if isinstance(disk, Path):
+        raise ValueError(f"disk: no such folder: {disk}; give a folder that exists, or a size such as '200GiB'")
+    try:
+        return parse_size(disk, "disk"), False
+    except ValueError as error:
+        raise ValueError(f"{error}; or a folder that exists, whose free space counts") from None
+
 
 _BEST = 5  # of the settings that fit, so many are spelled out
 
@@ -81,7 +143,7 @@ class MemoryReport:
         """Every stage and placement, the fastest first."""
         half = self.facts.trainable_bytes > HALF_BYTES * self.facts.trainable
         settings = list_settings(self.replicas, device_is_host=self.machine.device is None, half=half)
-        needs = [(setting.spec, self._compute_need(setting)) for setting in settings]
+        needs = [(spec, self.need(spec)) for spec in settings]
         return [SettingRow(spec, need, describe_shortage(need, self.machine)) for spec, need in needs]
 
     def fits(self) -> list[str]:
@@ -90,14 +152,15 @@ class MemoryReport:
 
     def need(self, spec: str) -> Need:
         """What a worker needs under `spec`; settings that change nothing here may be in it."""
-        return self._compute_need(_read_setting(spec))
-
-    def _compute_need(self, setting: Setting) -> Need:
+        pattern = build(spec, kind="strategy").pattern()
+        if pattern.keeps is None:
+            raise ValueError(f"memory is known for allreduce with any reducer, shared and zero, got {spec!r}")
         # On one host all cores compute: what is exchanged waits (see `overlap_pays`).
         apart = self.machine.device is not None
         overlap = apart or self.workers > self.machine.workers
         near = max(1, min(self.replicas, self.machine.workers // self.mesh[0]))  # of the data axis, on one host
-        return compute_need(self.facts, setting, self.replicas, overlap=overlap, apart=apart, per_host=near)
+        options: Any = {"overlap": overlap, "apart": apart, "per_host": near, "reducer": pattern.reducer}
+        return compute_need(self.facts, pattern.keeps, self.replicas, **options)
 
     def compare(self, spec: str, **measured: int | None) -> Comparison:
         """Predicted against measured: `compare("zero(stage=2)", device=peak_bytes, host=..., disk=...)`."""
@@ -111,9 +174,8 @@ class MemoryReport:
 
     def table(self) -> str:
         """All settings, a line each, in bytes of one worker; 16-bit moments only where nothing else fits."""
-        kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
         with_host = self.machine.device is not None
-        head = ["setting", *kinds, "device", *(["host"] if with_host else []), "disk", "fits"]
+        head = ["setting", *KINDS, "device", *(["host"] if with_host else []), "disk", "fits"]
         if not with_host:
             head[head.index("device")] = "memory"
         lines: list[list[str]] = [head]
@@ -123,7 +185,7 @@ class MemoryReport:
         for row in rows if only_these else plain:
             n = row.need
             total = [n.device, n.host] if with_host else [n.device + n.host]
-            numbers = [*(getattr(n, kind) for kind in kinds), *total, n.disk]
+            numbers = [*(getattr(n, kind) for kind in KINDS), *total, n.disk]
             lines.append([row.spec, *(show_size(x) for x in numbers), "no" if row.shortage else "yes"])
         return "\n".join(format_rows(lines))
 
@@ -155,18 +217,14 @@ class MemoryReport:
         lines += format_rows(rows_shown, left=(1, 2))
         if len(fitting) > _BEST:
             lines.append(f"  and {len(fitting) - _BEST} more: report.fits() has all of them")
-        return "\n".join([*lines, *self._suggest_more(fitting[0].spec)])
-
-    def _suggest_more(self, best: str) -> list[str]:
-        """Hints on settings that may be added to the best one."""
-        if "params_on" in best or self.machine.device is None:
-            return []
-        if 'optimizer_on="cpu"' in best:
-            there = show_size(self.machine.device)
-            return [f'add device_memory="{there}" to it, and as much of the state as fits stays on the device']
-        if 'optimizer_on="disk"' in best:
-            return ['add host_memory="..." to it, and as much of the state stays in the host\'s memory']
-        return []
+        best = fitting[0].spec
+        if self.machine.device is not None and "params_on" not in best:
+            if 'optimizer_on="cpu"' in best:
+                there = show_size(self.machine.device)
+                lines.append(f'add device_memory="{there}" to it, and as much of the state as fits stays on the device')
+            elif 'optimizer_on="disk"' in best:
+                lines.append('add host_memory="..." to it, and as much of the state stays in the host\'s memory')
+        return "\n".join(lines)
 
     def _format_total(self, n: Need) -> str:
         if self.machine.device is None:
@@ -175,7 +233,11 @@ class MemoryReport:
         return ", ".join(f"{show_size(x)} {where}" for x, where in parts if x)
 
     def _explain_no_fit(self, rows: Sequence[SettingRow]) -> str:
-        least = min(rows, key=lambda row: compute_excess(row.need, self.machine))
+        def excess(row: SettingRow) -> float:
+            """By what factor the scarcest resource is exceeded."""
+            return max(wanted / max(1, has) for _, wanted, has, _ in _list_demands(row.need, self.machine))
+
+        least = min(rows, key=excess)
         lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.shortage}."]
         if least.need.activations > least.need.device / 2:
             lines.append(
@@ -199,11 +261,6 @@ def describe_shortage(needed: Need, there: Capacity) -> str:
     return " and ".join(parts)
 
 
-def compute_excess(needed: Need, there: Capacity) -> float:
-    """By what factor the scarcest resource is exceeded."""
-    return max(wanted / max(1, has) for _, wanted, has, _ in _list_demands(needed, there))
-
-
 def _list_demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, int]]:
     many = there.workers
     if there.device is None:
@@ -214,14 +271,3 @@ def _list_demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, in
             ("host memory", needed.host * many, there.host, many),
         ]
     return [*host, ("disk", needed.disk * many, there.disk, many)]
-
-
-def _read_setting(spec: str) -> Setting:
-    """The setting that a spec means here; what it leaves out is the strategy's own default."""
-    strategy = build(spec)
-    if isinstance(strategy, zero):
-        return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
-    if not isinstance(strategy, allreduce | shared):
-        raise ValueError(f"memory is known for allreduce with any reducer, shared and zero, got {spec!r}")
-    name: Literal["allreduce", "shared"] = "shared" if isinstance(strategy, shared) else "allreduce"
-    return Setting(name, accumulate=strategy.accumulate, reducer=strategy.reducer)

@@ -6,12 +6,12 @@ real; every parameter becomes a fake as soon as a module has it, and whatever is
 
 from __future__ import annotations
 
+import itertools
 import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,24 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from unisono.methods.hybrid import Mesh
 from unisono.methods.hybrid.axes import AXES, choose_sizes
 from unisono.methods.strategy import Replica, Strategy, binding
-from unisono.predict.footprint.capacity import find_capacity
-from unisono.predict.footprint.facts import estimate_from, find_facts, format_error
-from unisono.predict.footprint.live_bytes import LiveBytes
-from unisono.predict.footprint.memory_report import MemoryReport
-from unisono.predict.footprint.mesh_share import MeshShare, share_facts
-from unisono.predict.footprint.trace import make_fake, make_fake_mode
+from unisono.predict.footprint.facts import MeshShare, estimate_from, find_facts, format_error
+from unisono.predict.footprint.memory_report import MemoryReport, find_capacity
+from unisono.predict.footprint.trace import LiveBytes, make_fake, make_fake_mode
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
-
-__all__ = [
-    "MOST_STEPS_ALONE",
-    "Enough",
-    "ScriptError",
-    "StepsAlone",
-    "pose_as_worker",
-    "predict_for_script",
-    "run_program",
-]
 
 MOST_STEPS_ALONE = 10  # optimizer steps that a script may make before it calls un.parallel (to prepare something, say)
 
@@ -66,16 +53,6 @@ class StepsAlone(BaseException):
 
 class Enough(BaseException):
     """Ends the script: all is known. No Exception, so that the script does not catch it."""
-
-
-@dataclass
-class _Seen:
-    """The model and optimizer that a script gave to un.parallel, and how far it got."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    stepped: bool = False
-    microbatches: int = 1  # of its pipeline
 
 
 def predict_for_script(
@@ -105,37 +82,36 @@ def predict_for_script(
     per_host = min(sizes[0], workers_per_host or sizes[0])
     run = _ScriptRun(sizes[0], per_host)
     error = run.run_script(program, arguments, module=module, mode=make_fake_mode())
-    if run.seen is None and error is not None and not isinstance(error, SystemExit | StepsAlone):
+    if run.model is None and error is not None and not isinstance(error, SystemExit | StepsAlone):
         first = error
         run = _ScriptRun(sizes[0], per_host, stop_at_parallel=True)  # with memory, but no further than the model
         error = run.run_script(program, arguments, module=module, mode=None)
         left_out.append(f"activations: on fake tensors the script failed before un.parallel ({format_error(first)})")
-    if run.seen is None:
+    if run.model is None or run.optimizer is None:
         raise ScriptError(_explain_no_model(program, error)) from error
     step_memory = None
-    if run.seen.stepped:
+    if run.has_stepped:
         step_memory = estimate_from(run.watch.peaks)
     elif not left_out:
         why = f"the script failed before its first optimizer step ({format_error(error)})" if error is not None else ""
         left_out.append(f"activations: {why or 'the script ended without an optimizer step'}")
     backwards = max(run.watch.backwards.values(), default=1)
-    facts, more = find_facts(run.seen.model, run.seen.optimizer, step_memory=step_memory, backwards=backwards)
-    if sizes[1:] != (1, 1):
-        own = run.seen.microbatches
-        micro = microbatches or (own if own > 1 else max(4, sizes[2]))
-        share = MeshShare(sizes[1], sizes[2], micro, schedule, traced=own)
-        facts, notes = share_facts(facts, run.seen.model, share)
-        more = [*more, *notes]
-    title = f"{program}, {type(run.seen.model).__name__}"
+    micro = microbatches or (run.microbatches if run.microbatches > 1 else max(4, sizes[2]))
+    share = MeshShare(sizes[1], sizes[2], micro, schedule, traced=run.microbatches)
+    facts, more = find_facts(run.model, run.optimizer, share, step_memory=step_memory, backwards=backwards)
+    title = f"{program}, {type(run.model).__name__}"
     return MemoryReport(facts, there, workers, (*left_out, *more), title=title, mesh=(sizes[1], sizes[2]))
 
 
 class _ScriptRun:
-    """One run of a script up to its first optimizer step."""
+    """One run of a script up to its first optimizer step; what it gave to un.parallel, and how far it got."""
 
     def __init__(self, workers: int, per_host: int, *, stop_at_parallel: bool = False) -> None:
         self.workers, self.per_host, self.stop_at_parallel = workers, per_host, stop_at_parallel
-        self.seen: _Seen | None = None
+        self.model: nn.Module | None = None
+        self.optimizer: Optimizer | None = None
+        self.microbatches = 1  # of its pipeline
+        self.has_stepped = False
         self.watch = LiveBytes("cpu", counting=False)
 
     def run_script(
@@ -155,41 +131,30 @@ class _ScriptRun:
 
     def _observe_parallel(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
         """Called by un.parallel in place of binding the strategy: note model and optimizer, and watch the step."""
-        if self.seen is not None:  # a second model: only the first counts
+        if self.model is not None:  # a second model: only the first counts
             return Replica(model, optimizer, world, strategy)
-        self.seen = _Seen(model, optimizer)
+        self.model, self.optimizer = model, optimizer
         if isinstance(world.axes, Mesh):
-            self.seen.microbatches = world.axes.count_microbatches(model)
+            self.microbatches = world.axes.count_microbatches(model)
         if self.stop_at_parallel:
             raise Enough
         self.watch.device = next(model.parameters()).device.type
         self.watch.counting = True
         self.watch.follow(model.parameters())
-        return _Observer(model, optimizer, world, strategy, self._step)
-
-    def _step(self) -> None:
-        assert self.seen is not None
-        self.seen.stepped = bool(self.watch.backwards)
-        self.watch.finish()
-        raise Enough
+        observer = _Observer(model, optimizer, world, strategy)
+        observer.run = self
+        return observer
 
 
 class _Observer(Replica):
     """A replica that exchanges nothing, and ends the run when the optimizer is about to step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        world: World,
-        strategy: Strategy,
-        step: Callable[[], None],
-    ) -> None:
-        super().__init__(model, optimizer, world, strategy)
-        self._step = step
+    run: _ScriptRun
 
     def before_step(self) -> None:
-        self._step()
+        self.run.has_stepped = bool(self.run.watch.backwards)
+        self.run.watch.finish()
+        raise Enough
 
     def sync(self) -> None:
         """The gradients are as they should be; the step is still to come."""
@@ -236,18 +201,38 @@ def pose_as_worker(
     argv, path, environment = sys.argv, list(sys.path), dict(os.environ)
     sys.argv = [program, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(Path(program).resolve().parent))
-    os.environ.update(_worker_variables(world))
+    hosts = list(dict.fromkeys(world.hosts))
+    os.environ |= {  # as a launcher tells a worker its rank and world
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "GROUP_RANK": str(hosts.index(world.host)),
+        "GROUP_WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # nobody listens there, and nobody is asked
+    }
+    steps = itertools.count(1)
+
+    def count_step(*_: Any) -> None:
+        if next(steps) >= MOST_STEPS_ALONE:
+            raise StepsAlone
+
+    def bind(*given: Any) -> Replica:
+        counting.remove()
+        return observer(*given)
+
+    counting = register_optimizer_step_post_hook(count_step)
     make_group = torch.distributed.init_process_group if torch.distributed.is_available() else None
-    steps = _StepsBeforeParallel(observer)
     enter(world)
-    binding.observer = steps.bind
+    binding.observer = bind
     if make_group is not None:
         torch.distributed.init_process_group = partial(_make_silent_group, make_group, world)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        steps.close()
+        counting.remove()
         if make_group is not None:
             torch.distributed.init_process_group = make_group
             if torch.distributed.is_initialized() and torch.distributed.get_backend() == "fake":
@@ -260,46 +245,11 @@ def pose_as_worker(
         sys.argv, sys.path[:] = argv, path
 
 
-def _worker_variables(world: World) -> dict[str, str]:
-    """The environment variables by which a launcher tells a worker its rank and world."""
-    hosts = list(dict.fromkeys(world.hosts))
-    return {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-        "GROUP_RANK": str(hosts.index(world.host)),
-        "GROUP_WORLD_SIZE": str(len(hosts)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # nobody listens there, and nobody is asked
-    }
-
-
 def _make_silent_group(make: Callable[..., None], world: World, *_: Any, **__: Any) -> None:
     """In the place of torch's `init_process_group`, which would wait for workers that do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     make("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
-
-
-class _StepsBeforeParallel:
-    """Counts the steps of optimizers, until un.parallel is called."""
-
-    def __init__(self, observer: Callable[..., Replica]) -> None:
-        self._observer, self._count = observer, 0
-        self._hook = register_optimizer_step_post_hook(self._step)
-
-    def bind(self, *given: Any) -> Replica:
-        self.close()
-        return self._observer(*given)
-
-    def _step(self, *_: Any) -> None:
-        self._count += 1
-        if self._count >= MOST_STEPS_ALONE:
-            raise StepsAlone
-
-    def close(self) -> None:
-        self._hook.remove()
 
 
 @contextmanager

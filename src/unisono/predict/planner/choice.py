@@ -1,20 +1,20 @@
-"""From what was measured to a ranking: which method is first, why, and what would change the answer."""
+"""From what was measured to a ranking: which method is first, why, what would change the answer; and a plan as text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from unisono.predict.costs import Anatomy, Network, Prediction, predict, replay
 from unisono.predict.planner.candidates import GRADES
 from unisono.predict.planner.measured import Measured, MeasuredMethod
 from unisono.predict.planner.meshes import advise_mesh
-from unisono.units import show_rate
+from unisono.text_table import format_rows
+from unisono.units import show_rate, show_size
 from unisono.units import show_s as show_time
-
-__all__ = ["Choice", "Ranked", "choose", "find_crossing", "rank", "show_bits", "show_s"]
 
 show_s = partial(show_time, fixed=True)  # as all stand in columns
 show_bits = partial(show_rate, digits=2)
@@ -111,25 +111,17 @@ def _explain(measured: Measured, network: Network, ranked: Sequence[Ranked]) -> 
 
 def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None:
     """At which bandwidth another method becomes the first."""
-    first = ranked[0]
-    here = network.link.bits_per_s
-    where = "links" if network.hosts > 1 else "memory"
-    found: list[tuple[float, str, bool]] = []
+    here, first = network.link.bits_per_s, ranked[0].method.anatomy
+    found: list[tuple[float, str]] = []
     for other in ranked[1:]:
-        a, b = first.method.anatomy, other.method.anatomy
-        if a is None or b is None:
-            continue
-        at = find_crossing(a, b, network)
-        if at is not None:
-            found.append((at, other.spec, at > here))
-    above = min((f for f in found if f[2]), default=None)
-    below = max((f for f in found if not f[2]), default=None)
-    words = []
-    if above is not None:
-        words.append(f"above {show_bits(above[0])} {above[1]} wins")
-    if below is not None:
-        words.append(f"below {show_bits(below[0])} {below[1]} wins")
-    return f"{where.capitalize()} of {show_bits(here)} now; {'; '.join(words)}." if words else None
+        if first is not None and other.method.anatomy is not None:
+            at = find_crossing(first, other.method.anatomy, network)
+            found += [(at, other.spec)] if at is not None else []
+    above, below = [f for f in found if f[0] > here], [f for f in found if f[0] <= here]
+    nearest = [("above", min(above, default=None)), ("below", max(below, default=None))]
+    words = [f"{side} {show_bits(edge[0])} {edge[1]} wins" for side, edge in nearest if edge is not None]
+    where = "Links" if network.hosts > 1 else "Memory"
+    return f"{where} of {show_bits(here)} now; {'; '.join(words)}." if words else None
 
 
 def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | None:
@@ -140,25 +132,17 @@ def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | N
         return replay(first, there).total - replay(other, there).total  # above 0: the other wins
 
     here = network.link.bits_per_s
-    for direction in (1, -1):
-        edge = _search(gap, here, direction)
-        if edge is not None:
-            return edge
-    return None
-
-
-def _search(gap: Callable[[float], float], here: float, direction: int) -> float | None:
-    """Go away from `here` by factors of two until the gap is above 0, then halve the interval."""
-    near, far = here, here
     if gap(here) > 0:
         return None
-    while _SLOWEST < far < _FASTEST:
-        near, far = far, far * 2.0**direction
-        if gap(far) > 1e-6:
-            for _ in range(30):
-                middle = math.sqrt(near * far)
-                near, far = (near, middle) if gap(middle) > 1e-6 else (middle, far)
-            return far
+    for direction in (1, -1):  # go away from here by factors of two until the gap is above 0, then halve the interval
+        far = here
+        while _SLOWEST < far < _FASTEST:
+            near, far = far, far * 2.0**direction
+            if gap(far) > 1e-6:
+                for _ in range(30):
+                    middle = math.sqrt(near * far)
+                    near, far = (near, middle) if gap(middle) > 1e-6 else (middle, far)
+                return far
     return None
 
 
@@ -185,8 +169,8 @@ def _advise_batch(measured: Measured, first: Ranked) -> list[str]:
     said.append(
         f"Where memory is short, accumulate={times} has the same effect: {_with_accumulation(first.spec, times)}."
     )
-    rule = "the square root of the batch" if "adam" in measured.optimizer.lower() else "the batch"
-    factor = math.sqrt(times) if "adam" in measured.optimizer.lower() else times
+    adam = "adam" in measured.optimizer.lower()
+    rule, factor = ("the square root of the batch", math.sqrt(times)) if adam else ("the batch", times)
     if measured.learning_rate is not None:
         said.append(
             f"The learning rate usually grows with {rule}: {measured.learning_rate:g} would become "
@@ -214,3 +198,129 @@ def _largest_batch(measured: Measured) -> int | None:
 
 
 # In words ---------------------------------------------------------------------------------------------------------
+
+
+_HEAD = ("method", "step", "interval", "compute", "exposed", "hidden", "compress", "sent", "memory", "training")
+
+
+def write_report(measured: Measured, choice: Choice) -> str:
+    """The whole plan as text."""
+    incomplete = f"Incomplete: {measured.unfinished}." if measured.unfinished else ""
+    parts = [incomplete, _describe_run(measured), _describe_network(measured)]
+    verified = any(row.method.verified_s is not None for row in choice.ranked)
+    if choice.ranked:
+        parts.append("\n".join(_table(choice.ranked, verified, _find_compared(measured))))
+        parts.append("\n".join([*choice.reasons, *choice.advice]))
+    elif measured.unfinished:
+        parts.append("Nothing could be predicted.")
+    if choice.others:
+        words = "These change training: try them with `unisono compare`, or rank them too with --allow all."
+        parts.append("\n".join([words, *_table(choice.others, verified)]))
+    reasons: dict[str, list[str]] = {}
+    for method in choice.left_out:
+        reasons.setdefault(method.why, []).append(method.spec)
+    parts.append("\n".join(f"{', '.join(specs)}: {why}" for why, specs in reasons.items()))
+    parts.append(_conclude(measured, choice))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _find_compared(measured: Measured) -> list[MeasuredMethod]:
+    """Methods of torch's own: measured for real, and not predicted."""
+    return [m for m in measured.methods if m.anatomy is None and m.verified_s is not None]
+
+
+def _conclude(measured: Measured, choice: Choice) -> str:
+    """The last sentence of a plan: what to do."""
+    if not choice.ranked:
+        return ""
+    first = choice.ranked[0]
+    if first.seconds > measured.ranks * measured.compute_s > 0:
+        return (
+            f"In short: one worker is faster for this model: what {measured.ranks} do in {show_s(first.seconds)}, it "
+            f"does in {show_s(measured.ranks * measured.compute_s)}; use -n 1, or give a worker more samples a step."
+        )
+    own = next((row for row in choice.ranked if row.spec == measured.own and row is not first), None)
+    gains = [f"{own.seconds / first.seconds:.2f} times as fast as the program's {own.spec}"] if own is not None else []
+    gains += [f"{m.spec} took {show_s(m.verified_s or 0.0)}" for m in _find_compared(measured)]
+    what = f"keep {first.spec}" if first.spec == measured.own else f"use {first.spec} (--strategy '{first.spec}')"
+    return f"In short: {what}, {show_s(first.seconds)} a step{''.join(f'; {gain}' for gain in gains)}."
+
+
+def _describe_run(measured: Measured) -> str:
+    hosts = len(set(measured.hosts))
+    batch = f", {measured.batch} samples a worker and step" if measured.batch is not None else ""
+    return (
+        f"{measured.ranks} workers on {hosts} host{'s' if hosts > 1 else ''}; {measured.parameters / 1e6:.1f} M "
+        f"parameters, {show_size(measured.gradient_bytes)} of gradients{batch}; compute {show_s(measured.compute_s)} a "
+        f"step. Measured in {measured.seconds:.0f} s, {measured.steps} steps."
+    )
+
+
+def _describe_network(measured: Measured) -> str:
+    if measured.network is None:
+        return ""
+    lines = [
+        f"{link['first']} - {link['second']}: {show_s(link['latency_s'])}, {show_bits(link['bits_per_s'])}"
+        for link in measured.links
+    ]
+    for op, (latency_s, s_per_byte) in sorted(measured.network.fitted.items()):
+        rate = f"{show_bits(8 / s_per_byte)}" if s_per_byte else "any rate"
+        lines.append(f"{op}: {show_s(latency_s)} + bytes at {rate}")
+    return "\n".join(["Network, as time = latency + bytes / bandwidth:", *(f"  {line}" for line in lines)])
+
+
+def _table(rows: Sequence[Ranked], verified: bool, compared: Sequence[MeasuredMethod] = ()) -> list[str]:
+    head = [*_HEAD, *(["measured"] if verified or compared else [])]
+    cells = [head, *(_cells(row, verified or bool(compared)) for row in rows)]
+    cells += [
+        [m.spec, *[""] * 7, show_size(m.memory_bytes), m.convergence.grade, show_s(m.verified_s or 0.0)]
+        for m in compared
+    ]
+    return format_rows(cells)
+
+
+def _cells(row: Ranked, verified: bool) -> list[str]:
+    timing, low, high = row.prediction
+    cells = [
+        row.spec,
+        show_s(timing.total),
+        f"{show_s(low)} - {show_s(high)}",
+        *(show_s(x) for x in (timing.compute, timing.exposed, timing.hidden, timing.compression)),
+        show_size(round(row.method.bytes_sent)),
+        show_size(row.method.memory_bytes),
+        row.method.convergence.grade,
+    ]
+    if verified:
+        cells.append(show_s(row.method.verified_s) if row.method.verified_s is not None else "")
+    return cells
+
+
+def plan_to_dict(measured: Measured, choice: Choice) -> dict[str, Any]:
+    """For `--json`: the ranking with its numbers, and everything that was measured."""
+    return {
+        "first": choice.ranked[0].spec if choice.ranked else None,
+        "methods": [_row_to_dict(row, True) for row in choice.ranked]
+        + [_row_to_dict(row, False) for row in choice.others],
+        "left_out": {m.spec: m.why for m in choice.left_out},
+        "reasons": choice.reasons,
+        "advice": choice.advice,
+        "measured": measured.to_dict(),
+    }
+
+
+def _row_to_dict(row: Ranked, allowed: bool) -> dict[str, Any]:
+    timing, low, high = row.prediction
+    parts = asdict(timing)
+    return {
+        "spec": row.spec,
+        "allowed": allowed,
+        "seconds": parts.pop("total"),
+        "low": low,
+        "high": high,
+        **parts,
+        "bytes_sent": row.method.bytes_sent,
+        "memory_bytes": row.method.memory_bytes,
+        "grade": row.method.convergence.grade,
+        "note": row.method.convergence.note,
+        "verified_s": row.method.verified_s,
+    }

@@ -12,13 +12,17 @@ each step finds the machine as busy as it is in training.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
+import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,18 +33,20 @@ from torch.optim import Optimizer
 
 from unisono.background import watched_by
 from unisono.launchers.runtime.machine import host_bytes, read_boot_id
+from unisono.launchers.runtime.variables import read_observer_settings
+from unisono.methods.facts import Convergence
 from unisono.methods.model_copies import add_hook
-from unisono.methods.spec import build
+from unisono.methods.spec import build, describe
 from unisono.methods.strategy import Replica, Strategy
 from unisono.methods.strategy.changing import ChangingReplica
 from unisono.predict.costs import Anatomy
 from unisono.predict.footprint import memory
-from unisono.predict.planner.candidates import Candidate
+from unisono.predict.planner.candidates import Candidate, find_candidates
+from unisono.predict.planner.choice import choose, write_report
 from unisono.predict.planner.measured import DDP, Measured, MeasuredMethod
 from unisono.predict.planner.meshes import measure_stages, measure_tensor
 from unisono.predict.planner.network_probe import probe
-from unisono.predict.planner.steadying import steady
-from unisono.predict.planner.trace import Trace, TracedStep
+from unisono.predict.planner.trace import Trace, TracedStep, steady
 from unisono.world import World
 from unisono.world.ledger import Ledger
 from unisono.world.transports.silent import SilentTransport
@@ -84,12 +90,11 @@ class MeasurementPlan:
         settings: PlanSettings,
         *,
         own: str,
-        choose: Callable[[Measured], list[str]],
         finished: Callable[[], None],
     ) -> None:
-        """`choose`: which methods are worth verifying; `finished`: called when all is measured."""
+        """`finished`: called when all is measured."""
         self.model, self.optimizer, self.world = model, optimizer, world
-        self.settings, self._candidates, self._choose = settings, candidates, choose
+        self.settings, self._candidates = settings, candidates
         params, rate = [p for p in model.parameters() if p.requires_grad], optimizer.param_groups[0].get("lr")
         self.measured = Measured(
             world.size,
@@ -151,7 +156,9 @@ class MeasurementPlan:
         self.measured.links = [vars(link) for link in links]
         predicted = [c for c in self._candidates if not c.unpredicted and not c.is_of_torch]
         for i, candidate in enumerate(predicted):
-            if (left_s := self._find_left_s()) <= 0:
+            left_s = self.settings.budget_s - self._before_s - (time.monotonic() - self._began)
+            left_s = float(self.world.broadcast_object(left_s))
+            if left_s <= 0:
                 self._add(candidate, why=f"not measured: the {self.settings.budget_s:g} s of --budget were over")
             else:
                 self._tell(f"{candidate.spec} ({i + 1} of {len(predicted)})")
@@ -249,12 +256,12 @@ class MeasurementPlan:
         peak = _read_peak(self.world.device)
         mine = [_to_anatomy(candidate, step, self.world.size, self._bare_s).to_dict() for step in taken]
         everyone = self.world.gather_objects({"steps": mine, "walls": [step.wall_s for step in taken], "peak": peak})
-        anatomy = _choose_anatomy(everyone)
-        self._add(candidate, anatomy=anatomy, memory=max(each["peak"] for each in everyone))
+        self._add(candidate, anatomy=_choose_anatomy(everyone), memory=max(each["peak"] for each in everyone))
 
     def _verify(self) -> Iterator[None]:
         """For real, in turn; the first step after each change does not count."""
-        chosen = self.world.broadcast_object(self._choose(self.measured) if self.world.rank == 0 else [])
+        first = choose(self.measured, self.settings.allow).ranked[: self.settings.verify]
+        chosen = self.world.broadcast_object([row.spec for row in first])
         taken: dict[str, list[float]] = {spec: [] for spec in chosen}
         for turn in range(_ROUNDS):
             for spec in chosen:
@@ -294,12 +301,23 @@ class MeasurementPlan:
 
     def _bind(self, strategy: Strategy, world: World) -> Replica:
         """Begin with a method where the snapshot was taken."""
-        self._close_inner()
-        self._restore()
-        scaler = self.replica.inner.scaler
+        inner = self.replica.inner
+        if not inner.is_closed:
+            inner.restore()
+            inner.close()
+            if inner.world is not self.world:
+                inner.world.close()
+        assert self._snapshot is not None, "taken before any method is bound"
+        values, state = self._snapshot
+        with torch.no_grad():
+            mine = self.model.state_dict()
+            for name, value in values.items():
+                mine[name].copy_(value)
+        self.optimizer.load_state_dict(copy.deepcopy(state))
+        self.optimizer.zero_grad(set_to_none=True)
         replica = strategy.bind(self.model, self.optimizer, world)
-        if scaler is not None:
-            replica.watch(scaler)
+        if inner.scaler is not None:
+            replica.watch(inner.scaler)
         return replica
 
     def _go_quiet(self) -> None:
@@ -307,50 +325,16 @@ class MeasurementPlan:
         quiet: Strategy = build("allreduce", kind="strategy")
         self.replica.replace(lambda: self._bind(quiet, World(device=self.world.device)))
 
-    def _close_inner(self) -> None:
-        inner = self.replica.inner
-        if not inner.is_closed:
-            inner.restore()
-            inner.close()
-            if inner.world is not self.world:
-                inner.world.close()
-
-    @torch.no_grad()
-    def _restore(self) -> None:
-        assert self._snapshot is not None, "taken before any method is bound"
-        values, state = self._snapshot
-        mine = self.model.state_dict()
-        for name, value in values.items():
-            mine[name].copy_(value)
-        self.optimizer.load_state_dict(copy.deepcopy(state))
-        self.optimizer.zero_grad(set_to_none=True)
-
     def _silence(self, trace: Trace) -> World:
         """A copy of this world in which messages take no time; `trace` hears of every operation."""
-        real = self.world
-        shared = real.transport is not None and real.transport.name == "shared memory"
-        messages = real.transport is not None and real.transport.name == "messages"
-
-        def transport() -> SilentTransport:
-            return SilentTransport(
-                real.rank, real.size, trace.listen, hosts=real.hosts, by_messages=messages, posts=shared
-            )
-
-        return World(
-            transport(),
-            device=real.device,
-            hosts=real.hosts,
-            ledger=Ledger(real.rank),
-            accelerated=transport() if real.has_nccl else None,
-            name="silent",
-        )
+        real, name = self.world, self.world.transport.name if self.world.transport is not None else ""
+        how: Any = {"hosts": real.hosts, "by_messages": name == "messages", "posts": name == "shared memory"}
+        make = partial(SilentTransport, real.rank, real.size, trace.listen, **how)
+        options: Any = {"device": real.device, "hosts": real.hosts, "ledger": Ledger(real.rank), "name": "silent"}
+        return World(make(), accelerated=make() if real.has_nccl else None, **options)
 
     def _add(self, candidate: Candidate, *, anatomy: Anatomy | None = None, memory: int = 0, why: str = "") -> None:
         self.measured.methods.append(MeasuredMethod(candidate.spec, candidate.convergence, anatomy, memory, why))
-
-    def _find_left_s(self) -> float:
-        left_s = self.settings.budget_s - self._before_s - (time.monotonic() - self._began)
-        return float(self.world.broadcast_object(left_s))
 
     def _settle(self) -> None:
         if self.world.device.type == "cuda":
@@ -411,3 +395,75 @@ def _read_peak(device: torch.device) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
     return 0
+
+
+# In a worker of `unisono plan` ----------------------------------------------------------------------------------------
+
+_plans: list[MeasurementPlan] = []
+
+
+def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
+    """What `un.parallel` calls: the program trains on, and its steps are used to measure."""
+    settings = PlanSettings(**read_observer_settings())
+    if _plans:
+        raise RuntimeError(
+            "unisono plan: the program calls un.parallel a second time, and a plan is for one model: plan each by a "
+            "script of its own"
+        )
+    # In a silent world the others count as equal to this rank.
+    warnings.filterwarnings("ignore", message="the ranks train on the same samples")
+    own = describe(strategy)
+    also = [*([own] if "..." not in own else []), DDP] if not settings.methods else []
+    candidates = find_candidates(settings.methods, also, ranks=world.size)
+    needed = steps_needed(sum(not candidate.unpredicted for candidate in candidates), settings.verify)
+    plan = MeasurementPlan(
+        model,
+        optimizer,
+        world,
+        candidates,
+        settings,
+        own=own,
+        finished=lambda: _end(plan),
+    )
+    _plans.append(plan)
+    if world.rank == 0:
+        atexit.register(_write_unfinished, plan, needed)
+        _write(settings.file, {"state": "bound"})
+    return plan.replica
+
+
+def _end(plan: MeasurementPlan) -> None:
+    """Hand over what was measured, and end the program."""
+    if plan.world.rank == 0:
+        atexit.unregister(_write_unfinished)
+        _hand_over(plan)
+    plan.world.barrier()
+    raise SystemExit(0)
+
+
+def _write_unfinished(plan: MeasurementPlan, needed: int) -> None:
+    """The program has ended by itself: what there is."""
+    if plan.is_comparing:
+        plan.measured.methods.append(
+            MeasuredMethod(DDP, Convergence("exact", ""), why="not measured: the program ended in it")
+        )
+    else:
+        plan.measured.unfinished = (
+            f"the program ended after {plan.measured.steps} optimizer steps, and the plan needs {needed}: give it more "
+            "(more epochs, or more data), or fewer --methods"
+        )
+    _hand_over(plan)
+
+
+def _hand_over(plan: MeasurementPlan) -> None:
+    """To the command: by a file where there is its folder, else as text, as from another host."""
+    measured, settings = plan.measured, plan.settings
+    if not _write(settings.file, {"state": "measured", "measured": measured.to_dict()}):
+        print(write_report(measured, choose(measured, settings.allow)), flush=True)
+
+
+def _write(file: str, what: dict[str, Any]) -> bool:
+    if not file or not Path(file).parent.is_dir():
+        return False
+    Path(file).write_text(json.dumps(what))
+    return True

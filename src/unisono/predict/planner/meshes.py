@@ -3,7 +3,6 @@ of a step. Stages and layers are measured on one rank, links between all; the me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,6 @@ from unisono.methods.hybrid.stages import measure_steps
 from unisono.predict.costs import Network, Operation
 from unisono.predict.costs.pipelines import order_single, replay_schedule
 from unisono.predict.planner.measured import Measured
-
-__all__ = ["MeshEstimate", "advise_mesh", "estimate_meshes", "estimate_tensor", "measure_stages", "measure_tensor"]
 
 MICROBATCHES = 8
 _DOMINATES = 0.4  # of a step: exchange that is worth another division of the work
@@ -182,12 +179,10 @@ def advise_mesh(measured: Measured, best_s: float, exposed_s: float) -> list[str
 def _explain(mesh: MeshEstimate) -> str:
     if mesh.tensor > 1:
         return f"a worker computes with {mesh.part:.0%} of the model on {mesh.tensor} times the samples"
-    measured = f", stages of {_list_parts(mesh.shares)} as measured" if mesh.shares else ""
+    parts = " and ".join(f"{share:.0%}" for share in mesh.shares)
+    parts = parts if len(mesh.shares) < 4 else f"up to {max(mesh.shares):.0%}"
+    measured = f", stages of {parts} as measured" if mesh.shares else ""
     return (
         f"{MICROBATCHES} microbatches, {mesh.bubble:.0%} of it bubble{measured}; a worker exchanges the gradients of "
         f"its stage alone, between {mesh.data}"
     )
-
-
-def _list_parts(shares: Sequence[float]) -> str:
-    return " and ".join(f"{share:.0%}" for share in shares) if len(shares) < 4 else f"up to {max(shares):.0%}"

@@ -6,9 +6,8 @@ Every rank calls these at the same step. What one rank would decide by its own c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Callable
+from itertools import count, takewhile
 from statistics import median
 from typing import Any
 
@@ -18,7 +17,7 @@ from unisono.launchers.runtime.machine import read_boot_id, usable_cores
 from unisono.predict.costs import Link, Network, Operation, fit
 from unisono.predict.costs.network import take_medians
 from unisono.world import World
-from unisono.world.probe import take_slowest, time_runs
+from unisono.world.probe import MeasuredLink, measure_links, take_slowest, time_runs
 
 OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "exchange", "reduce_scatter")
 _LEAST_BYTES = 512
@@ -26,20 +25,6 @@ _GROWTH = 8
 _CHUNK_S = 0.02  # a short operation is repeated for so long
 _LONG_S = 0.12  # a longer one is the last of its kind
 _CHUNKS = 3
-_MOST_HOSTS = 6  # with more, only neighbours' links are measured
-_PINGS = 5
-_LINK_BYTES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
-_LINK_S = 0.04
-
-
-@dataclass(frozen=True)
-class MeasuredLink:
-    """The link between the first ranks of two hosts."""
-
-    first: str
-    second: str
-    latency_s: float
-    bits_per_s: float
 
 
 def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
@@ -86,7 +71,8 @@ def measure_operation(
     """
     points = []
     times = 1
-    for nbytes in _sizes(most_bytes):
+    growing = (_LEAST_BYTES * _GROWTH**i for i in count())
+    for nbytes in [*takewhile(lambda size: size < most_bytes, growing), max(most_bytes, _LEAST_BYTES)]:
         run = _prepare(channel, op, nbytes)
         run()
         used, began = time.process_time(), time.perf_counter()
@@ -102,14 +88,6 @@ def measure_operation(
             break
         times = max(1, min(20, int(_CHUNK_S / (seconds * 2))))
     return points
-
-
-def _sizes(most_bytes: int) -> Iterator[int]:
-    nbytes = _LEAST_BYTES
-    while nbytes < most_bytes:
-        yield nbytes
-        nbytes *= _GROWTH
-    yield max(most_bytes, _LEAST_BYTES)
 
 
 def _prepare(channel: World, op: str, nbytes: int) -> Callable[[], Any]:
@@ -134,60 +112,6 @@ def _prepare(channel: World, op: str, nbytes: int) -> Callable[[], Any]:
         return lambda: channel.all_to_all(parts, out=into, tag="probe").wait()
     data = bytes(nbytes)
     return lambda: channel.gather_objects(data)
-
-
-# Links ------------------------------------------------------------------------------------------------------------
-
-
-def measure_links(channel: World) -> list[MeasuredLink]:
-    """Measure the links between hosts one after the other; every rank gets all results."""
-    leaders = [channel.hosts.index(host) for host in dict.fromkeys(channel.hosts)]
-    if len(leaders) < 2:
-        return []
-    pairs: Sequence[tuple[int, int]] = list(combinations(leaders, 2))
-    if len(leaders) > _MOST_HOSTS:
-        pairs = [(leaders[i], leaders[(i + 1) % len(leaders)]) for i in range(len(leaders))]
-    found: list[MeasuredLink] = []
-    for first, second in pairs:
-        channel.barrier()
-        mine: list[float] = []
-        if channel.rank in (first, second):
-            mine = list(_measure_link(channel, second if channel.rank == first else first, leads=channel.rank == first))
-        latency_s, bits_per_s = channel.gather_objects(mine)[first]
-        found.append(MeasuredLink(channel.hosts[first], channel.hosts[second], latency_s, bits_per_s))
-    return found
-
-
-def _measure_link(channel: World, other: int, *, leads: bool) -> tuple[float, float]:
-    """Half the time of a small message there and back; the bytes of a large one by what it takes longer."""
-
-    def there_and_back(nbytes: int) -> float:
-        data, word = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-        began = time.perf_counter()
-        if leads:
-            channel.send(data, other, tag="probe").wait()
-            channel.recv(word, other, tag="probe").wait()
-        else:
-            channel.recv(data, other, tag="probe").wait()
-            channel.send(word, other, tag="probe").wait()
-        return time.perf_counter() - began
-
-    there_and_back(8)
-    small = median([there_and_back(8) for _ in range(_PINGS)])
-    points: list[tuple[int, float]] = [(8, small)]
-    for nbytes in _LINK_BYTES:
-        there_and_back(nbytes)
-        points.append((nbytes, there_and_back(nbytes)))
-        long = torch.tensor([float(points[-1][1] > _LINK_S)], dtype=torch.float64)
-        if leads:  # one decides for both
-            channel.send(long, other, tag="probe").wait()
-        else:
-            channel.recv(long, other, tag="probe").wait()
-        if long.item():
-            break
-    (before, earlier), (last, later) = points[-2:]
-    rate = (last - before) / (later - earlier) if later > earlier else last / later
-    return small / 2, 8 * rate
 
 
 def _measure_inside(world: World) -> Link:

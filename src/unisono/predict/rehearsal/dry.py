@@ -22,6 +22,7 @@ from unisono.launchers.runtime.machine import host_bytes, usable_cores
 from unisono.methods.model_copies import add_hook
 from unisono.methods.spec import build, describe
 from unisono.methods.strategy import Replica, Strategy, binding
+from unisono.predict.footprint.formula import KINDS, Need
 from unisono.predict.footprint.memory_report import MemoryReport, describe_shortage
 from unisono.predict.footprint.script import (
     Enough,
@@ -32,13 +33,12 @@ from unisono.predict.footprint.script import (
     run_program,
 )
 from unisono.predict.planner.candidates import describe_candidate
+from unisono.text_table import format_rows
 from unisono.training.data import Shard
-from unisono.units import show_size
+from unisono.units import show_s, show_size
 from unisono.world import World
 from unisono.world.transports.simulated import SimulatedTransport
 from unisono.world.virtual import simulate
-
-__all__ = ["DryRequest", "DryResult", "Traffic", "rehearse"]
 
 
 @dataclass(frozen=True)
@@ -103,20 +103,14 @@ def rehearse(request: DryRequest, show: Callable[[str], None] = lambda text: Non
         )
     except ScriptError as error:
         result.notes.append(f"memory is not known: {error}")
-    if not _fits_here(result):
+    needed = [row.need.device + row.need.host for row in result.memory.rows] if result.memory is not None else [0]
+    if min(needed) >= host_bytes():
         result.problems.append("a single worker does not fit into the memory of this machine: its steps were not run")
         return result
     show(f"{request.steps} steps, as one of {request.workers} workers")
     _DryScript(request, result).run()
     _judge(result)
     return result
-
-
-def _fits_here(result: DryResult) -> bool:
-    """Whether the steps can be run here, by the least that a worker needs."""
-    if result.memory is None:
-        return True
-    return min(row.need.device + row.need.host for row in result.memory.rows) < host_bytes()
 
 
 class _DryScript:
@@ -163,8 +157,11 @@ class _DryScript:
         if self._replica is None:
             result.strategy = describe(strategy)
             result.model = _describe_model(model)
-            why = _find_reason_to_replace(result.strategy)
-            if why:
+            if result.strategy.startswith("torch:"):
+                why = "torch's own methods need processes of their own"
+            else:
+                why = describe_candidate(result.strategy).unpredicted
+            if why:  # it cannot be run as one rank whose others do not exist
                 self._is_replaced = True
                 result.notes.append(f"the steps were run under allreduce, and traffic is not known: {why}")
                 hosts = len(set(world.hosts))
@@ -209,13 +206,6 @@ class _DryScript:
                 found.sent += record.bytes_sent / len(steps)
         if len(self._seconds) > 1:
             self.result.exchange_s = (self._seconds[-1] - self._seconds[0]) / (len(self._seconds) - 1)
-
-
-def _find_reason_to_replace(spec: str) -> str:
-    """Why a method cannot be run as one rank whose others do not exist; empty where it can."""
-    if spec.startswith("torch:"):
-        return "torch's own methods need processes of their own"
-    return describe_candidate(spec).unpredicted
 
 
 def _describe_model(model: nn.Module) -> str:
@@ -279,19 +269,74 @@ def _judge(result: DryResult) -> None:
         )
     if memory is None or not result.strategy:
         return
-    shortage = describe_shortage(*_find_need(result, memory))
-    if shortage:
+    need, is_known = _find_need(result.strategy, memory)
+    if not is_known:
+        result.notes.append(f"memory is that of allreduce; what {result.strategy} keeps beside that is not in it")
+    if shortage := describe_shortage(need, memory.machine):
         result.is_short_of_memory = True
         fitting = memory.fits()
         hint = f": {', '.join(fitting[:3])} would fit" if fitting else "; nothing else would fit either"
         result.problems.append(f"memory: it lacks {shortage}{hint}")
 
 
-def _find_need(result: DryResult, memory: MemoryReport) -> tuple[Any, Any]:
+def _find_need(spec: str, memory: MemoryReport) -> tuple[Need, bool]:
+    """What a worker needs under a method, or else under allreduce; and whether that of the method is known."""
     try:
-        return memory.need(result.strategy), memory.machine
+        return memory.need(spec), True
     except ValueError:
-        note = f"memory is that of allreduce; what {result.strategy} keeps beside that is not in it"
-        if note not in result.notes:
-            result.notes.append(note)
-        return memory.need("allreduce"), memory.machine
+        return memory.need("allreduce"), False
+
+
+# In words ------------------------------------------------------------------------------------------------------------
+
+
+def write_dry_report(result: DryResult) -> str:
+    """The report of a dry run as text."""
+    parts = [_write_head(result), _write_shapes(result), _write_memory(result), _write_traffic(result)]
+    for title, lines in (("problems", result.problems), ("notes", result.notes)):
+        if lines:
+            parts.append("\n".join([title, *(f"  - {line}" for line in lines)]))
+    parts.append("this run would not work" if result.problems else "this run would work")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _write_head(result: DryResult) -> str:
+    request = result.request
+    hosts = -(-request.workers // request.per_host)
+    where = "one host" if hosts == 1 else f"{hosts} hosts, {request.per_host} on each"
+    method = f", {result.strategy}" if result.strategy else ""
+    return (
+        f"dry run of {request.program}: {request.workers} workers on {where}{method}; {result.steps} steps of one of "
+        "them\nNothing was sent, and un.save wrote nothing. What else the script does, it has done."
+    )
+
+
+def _write_shapes(result: DryResult) -> str:
+    lines = [f"  model           {result.model}"] if result.model else []
+    lines += [f"  a worker's part {text}" for text in result.inputs]
+    lines += [f"  data            {text}" for text in result.data]
+    return "\n".join(["shapes", *lines]) if lines else ""
+
+
+def _write_memory(result: DryResult) -> str:
+    if result.memory is None:
+        return ""
+    need, _ = _find_need(result.strategy or "allreduce", result.memory)
+    total = need.device + (need.host if result.memory.machine.device is None else 0)
+    kinds = ", ".join(f"{kind} {show_size(getattr(need, kind))}" for kind in KINDS if getattr(need, kind))
+    lines = ["memory of a worker", f"  {show_size(total)}: {kinds}", f"  there is: {result.memory.machine.describe()}"]
+    lines += [f"  not in it: {what}" for what in result.memory.left_out]
+    return "\n".join(lines)
+
+
+def _write_traffic(result: DryResult) -> str:
+    if not result.traffic:
+        return ""
+    rows = sorted(result.traffic.items(), key=lambda item: -item[1].sent)
+    table = [["", kind, show_size(round(t.sent)), f"in {t.calls:.3g} calls"] for kind, t in rows]
+    table.append(["", "in all", show_size(round(sum(t.sent for _, t in rows))), ""])
+    lines = ["traffic of a step, sent by each worker", *format_rows(table, left=(1, 3))]
+    if result.exchange_s is not None:
+        link = result.request.link
+        lines.append(f"  over links of {link.describe()} (--net), one after the other: {show_s(result.exchange_s)}")
+    return "\n".join(lines)

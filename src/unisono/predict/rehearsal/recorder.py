@@ -26,8 +26,6 @@ from unisono.methods.strategy import Replica, Strategy, binding
 from unisono.predict.compare.recorder import StepRecorder
 from unisono.world import World
 
-__all__ = ["Settings", "bind"]
-
 _DROPPING = [f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")]
 _recorders: list[_NoteTaker] = []
 

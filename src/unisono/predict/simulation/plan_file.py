@@ -1,9 +1,10 @@
-"""Methods from a plan: steps measured on a few workers, carried over to any number of them."""
+"""Methods from a plan: steps measured on a few workers, carried over to any number of them, and compared with what was
+measured there."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -13,10 +14,9 @@ from unisono.methods.strategy import Pattern
 from unisono.predict.costs import Anatomy, Job, Network, Operation
 from unisono.predict.planner.measured import Measured
 from unisono.predict.simulation.cluster import Cluster
-from unisono.predict.simulation.dry_run import DryRun
-from unisono.predict.simulation.methods import Method, Workload, count_push, make_method
-
-__all__ = ["Growth", "Plan", "make_plan", "read_plan"]
+from unisono.predict.simulation.methods import DryRun, Method, Workload, count_push, make_method
+from unisono.predict.simulation.steps import simulate_method
+from unisono.predict.simulation.stragglers import parse_stragglers
 
 _SIMULATED = ("neighbours", "servers", "alone")  # whether or not a step of theirs was measured
 _NOT_MEASURED = "not measured in the plan: from the number of parameters, and reducers as fast as here"
@@ -140,3 +140,54 @@ def make_plan(measured: Measured) -> Plan:
         {m.spec: m.anatomy for m in measured.methods if m.anatomy is not None},
         tuple(m.spec for m in measured.methods if m.anatomy is None and build(m.spec).pattern().style in _SIMULATED),
     )
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """A step of a method: simulated, and as it was. error = simulated / measured - 1."""
+
+    spec: str
+    workers: int
+    simulated_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """How far the simulation is off, as a share of the measured step."""
+        return self.simulated_s / self.measured_s - 1
+
+
+def compare_with_measured(
+    plan: Plan,
+    measured_s: Mapping[int, Mapping[str, float]],
+    *,
+    per_host: int | None = None,
+    cores: int | None = None,
+    threads: int = 1,
+    one_machine: bool = False,
+    steps: int = 1000,
+    seed: int = 0,
+) -> list[StepComparison]:
+    """`measured_s[workers][spec]`, seconds of a step, against the simulation of a plan made with `plan.ranks` workers.
+
+    per_host: workers a host in these runs (None: as in the plan). cores, threads: of a host, and those that a worker
+    needs. one_machine: the hosts are emulated on one machine, whose cores all workers share.
+    """
+    cluster = Cluster(
+        per_host or plan.per_host,
+        cores=cores,
+        threads=threads,
+        hosts_share_cores=one_machine,
+        stragglers=parse_stragglers(None, samples=plan.samples),
+    )
+    if plan.network is not None:
+        cluster = cluster.measured_as(plan.network)
+    methods = {method.spec: method for method in plan.make_methods(list(plan.anatomies), cluster)}
+    found = []
+    for workers, by_spec in sorted(measured_s.items()):
+        for spec, seconds in by_spec.items():
+            if spec not in methods:
+                raise ValueError(f"{spec!r} was not measured in the plan, which has {', '.join(sorted(methods))}")
+            outcome = simulate_method(methods[spec], cluster, workers, steps=steps, seed=seed)
+            found.append(StepComparison(spec, workers, outcome.step_s, seconds))
+    return found

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 
 from unisono.methods.facts import Grade
-from unisono.predict.costs import Anatomy, Operation, Timing, replay
+from unisono.predict.costs import Anatomy, Operation, replay
 from unisono.predict.simulation.cluster import Cluster
 from unisono.predict.simulation.methods import Method
-from unisono.predict.simulation.neighbours import simulate_neighbours
-from unisono.predict.simulation.servers import Service, simulate_servers
 from unisono.predict.simulation.stragglers import Floats, Stragglers
+from unisono.predict.simulation.waiting import Service, simulate_neighbours, simulate_servers
 from unisono.units import show_duration
-
-__all__ = ["Outcome", "draw_slowest_sums", "simulate_method"]
 
 _APPLY_BYTES_PER_S = 2e9  # gradients that a server adds to its parameters in a second
 _GRID = 33  # points at which a step is replayed; between them it is a line
@@ -133,18 +130,13 @@ class _Run:
         self.pattern, self.people = self.method.pattern, self.cluster.stragglers
         self.network = self.cluster.network(self.workers)
 
-    def _conclude(self, times: Floats, *, compute_s: float, communication_s: float, compression_s: float) -> Outcome:
+    def _conclude(self, times: Floats, compute_s: float, communication_s: float, compression_s: float) -> Outcome:
+        """The outcome; what a step is spent on is that of workers that are all alike."""
         mean, low, high = float(times.mean()), float(np.quantile(times, 0.1)), float(np.quantile(times, 0.9))
         parts = (compute_s, communication_s, compression_s)
         waiting_s = max(0.0, mean - sum(parts))
         spec, grade = self.method.spec, self.method.grade
         return Outcome(spec, grade, self.workers, mean, low, high, compute_s, *parts, waiting_s)
-
-    def _conclude_from(self, times: Floats, even: Timing) -> Outcome:
-        """The outcome whose parts of a step are those of workers that are all alike."""
-        return self._conclude(
-            times, compute_s=even.compute, communication_s=even.exposed, compression_s=even.compression
-        )
 
     def train_together(self) -> Outcome:
         """All wait for the slowest, bucket by bucket: the step of the slowest, replayed."""
@@ -153,7 +145,7 @@ class _Run:
         grid = np.linspace(low, high, _GRID) if low < high else np.array([low])
         seconds = [replay(self.step.slowed(float(times)), self.network).total for times in grid]
         even = replay(self.step.slowed(self.people.mean), self.network)
-        return self._conclude_from(np.interp(slowest, grid, seconds), even)
+        return self._conclude(np.interp(slowest, grid, seconds), even.compute, even.exposed, even.compression)
 
     def train_in_windows(self) -> Outcome:
         """All train apart for `every` windows, then wait for the slowest sum of these."""
@@ -166,7 +158,7 @@ class _Run:
             times = np.maximum(step.compute_s * slowest, whole / every)
         else:
             times = step.compute_s * slowest + (even.total - even.compute)
-        return self._conclude_from(times, even)
+        return self._conclude(times, even.compute, even.exposed, even.compression)
 
     def train_with_neighbours(self) -> Outcome:
         """Models travel to neighbours while the window computes."""
@@ -194,12 +186,7 @@ class _Run:
         compute_s = step.compute_s * people.mean
         longest = max(far_s, near_s if network.per_host > 1 else 0.0)
         exposed = max(0.0, longest - compute_s) if pattern.overlap else longest
-        return self._conclude(
-            times,
-            compute_s=compute_s,
-            communication_s=exposed / pattern.every,
-            compression_s=step.work_s / pattern.every,
-        )
+        return self._conclude(times, compute_s, exposed / pattern.every, step.work_s / pattern.every)
 
     def train_with_servers(self) -> Outcome:
         """Pushes and pulls queue at the servers' links."""
@@ -214,12 +201,7 @@ class _Run:
             staleness=self.pattern.staleness,
         )
         way = 2 * service.latency_s + max(service.push_s, service.own_push_s) + max(service.pull_s, service.own_pull_s)
-        return self._conclude(
-            times,
-            compute_s=step.compute_s * self.people.mean,
-            communication_s=way + service.apply_s,
-            compression_s=step.work_s,
-        )
+        return self._conclude(times, step.compute_s * self.people.mean, way + service.apply_s, step.work_s)
 
     def _make_service(self) -> Service:
         """What a push and a pull take. Servers beside the workers of as many hosts each have a host's link; what all
@@ -243,7 +225,7 @@ class _Run:
         rate = float((1 / people.rates(self.workers)).mean())
         mean = compute_s * people.mean
         draws = compute_s * people.draw(self.rng, (self.steps,))
-        outcome = self._conclude(np.full(1, mean / rate), compute_s=mean, communication_s=0.0, compression_s=0.0)
+        outcome = self._conclude(np.full(1, mean / rate), mean, 0.0, 0.0)
         low_s, high_s = (float(np.quantile(draws, q)) for q in (0.1, 0.9))
         note, pause_s = "", self.pattern.round_every_s
         if pause_s is not None and self.workers > 1:

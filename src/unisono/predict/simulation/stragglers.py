@@ -12,9 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.predict.simulation.quantities import parse_share_times
-
-__all__ = ["EVEN", "Stragglers", "parse_stragglers"]
+from unisono.units import parse_share_times
 
 Floats = NDArray[np.float64]
 Kind = Literal["even", "lognormal", "exponential", "pauses", "measured"]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from unisono.methods.facts import Grade
+from unisono.predict.costs import Anatomy
 from unisono.predict.planner.candidates import GRADES
 from unisono.predict.simulation.cluster import Cluster
 from unisono.predict.simulation.methods import Method
 from unisono.predict.simulation.steps import Outcome, simulate_method
 from unisono.predict.simulation.stragglers import EVEN
-
-__all__ = ["Purchase", "Study", "study"]
 
 LIKE_ALLREDUCE: tuple[Grade, ...] = ("exact", "rounded", "compressed")  # what a plan ranks, too
 GROUPS: tuple[tuple[str, tuple[Grade, ...]], ...] = (
@@ -118,10 +118,9 @@ def study(
 def _compare_purchases(method: Method, cluster: Cluster, now: Outcome, steps: int, seed: int) -> list[Purchase]:
     """What each thing that could be bought gains at the same number of workers, the best first."""
     found = []
-    tried = [
-        (what, bought, _slow_method(method, slower), now.workers) for what, bought, slower in _list_offers(cluster)
-    ]
-    for what, bought, same, workers in [*tried, ("twice as many workers", cluster, method, 2 * now.workers)]:
+    offers = [(*offer, now.workers) for offer in _list_offers(cluster)]
+    for what, bought, slower, workers in [*offers, ("twice as many workers", cluster, 1.0, 2 * now.workers)]:
+        same = replace(method, at=partial(_slow_step, method, slower))
         then = simulate_method(same, bought, workers, steps=steps, seed=seed)
         if now.throughput > 0 and not then.problem:
             found.append(Purchase(what, then.throughput / now.throughput))
@@ -146,6 +145,5 @@ def _list_offers(cluster: Cluster) -> list[tuple[str, Cluster, float]]:
     return found
 
 
-def _slow_method(method: Method, times: float) -> Method:
-    """The same method where all work takes so many times as long."""
-    return method if times == 1.0 else replace(method, at=lambda n: method.at(n).slowed(times))
+def _slow_step(method: Method, times: float, workers: int) -> Anatomy:
+    return method.at(workers).slowed(times)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import zlib
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from unisono.tables.boost.boosted import BoostedEstimator
 from unisono.tables.boost.boosting_worker import FitResult, fit_in_world, fit_launched
 from unisono.tables.boost.library import BoostSettings, EvalSets, find_library
 from unisono.tables.estimators.conventions import (
@@ -21,13 +20,13 @@ from unisono.tables.estimators.conventions import (
     validate_data,
 )
 from unisono.tables.estimators.files import FilePlan
-from unisono.tables.estimators.inputs import find_rows_elsewhere, make_rows
+from unisono.tables.estimators.inputs import Workers, find_rows_elsewhere, make_rows
 from unisono.tables.estimators.row_blocks import Rows, is_sparse
-from unisono.tables.estimators.workers import Workers
 from unisono.tables.map_reduce.worker_data import share_arrays, split
 from unisono.world import World, join
 
-__all__ = ["fit_boosted"]
+if TYPE_CHECKING:
+    from unisono.tables.boost.boosted import BoostedEstimator
 
 Array = npt.NDArray[Any]
 Labels = npt.NDArray[Any]

@@ -6,12 +6,12 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from unisono.tables.boost.rank_rows import RankRows
 from unisono.world import World
 
-__all__ = ["BoostSettings", "EvalSets", "LazyModule", "Library", "TrainedModel", "find_library"]
+if TYPE_CHECKING:
+    from unisono.tables.boost.boosting_worker import RankRows
 
 LIBRARIES = {"xgboost": "unisono.tables.boost.xgb", "lightgbm": "unisono.tables.boost.lgbm"}
 EvalSets = tuple[tuple[Any, Any], ...]  # (x, y) of each evaluation set, labels numbered

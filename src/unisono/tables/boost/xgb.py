@@ -15,22 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from unisono.tables.boost.boosting_worker import RankRows
 from unisono.tables.boost.library import BoostSettings, EvalSets, LazyModule, TrainedModel
-from unisono.tables.boost.network_address import find_own_address
-from unisono.tables.boost.rank_rows import RankRows
-from unisono.tables.boost.supervision import run_supervised
+from unisono.tables.boost.supervision import find_own_address, run_supervised
 from unisono.world import World
-
-__all__ = [
-    "SAVED_ENDINGS",
-    "check",
-    "compute_importances",
-    "load",
-    "make_member_trainer",
-    "merge_models",
-    "predict",
-    "train",
-]
 
 xgboost: Any = LazyModule("xgboost")
 SAVED_ENDINGS = (".json", ".ubj")

@@ -3,6 +3,8 @@ small exchange, round after round. `pip install 'unisono[sklearn]'`."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
@@ -21,13 +23,19 @@ _MODULE_OF = {
 __all__ = sorted(_MODULE_OF)
 
 
-def __getattr__(name: str) -> Any:
-    """Import on first use: what runs in workers needs no scikit-learn, and starts faster without."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'unisono.estimators' has no attribute {name!r}")
-    import importlib
+def import_on_use(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package: workers need no scikit-learn, start faster without, and need a library only if it
+    is asked for."""
 
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    def find(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module_of[name]), name)
+
+    return find
+
+
+__getattr__ = import_on_use("unisono.estimators", _MODULE_OF)
 
 
 def __dir__() -> list[str]:

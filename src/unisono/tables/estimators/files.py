@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.tables.estimators.addresses import list_files
-from unisono.tables.estimators.formats import ENDINGS, FilePiece, find_format
+from unisono.tables.estimators.formats import ENDINGS, FilePiece, find_format, list_files
 from unisono.tables.estimators.row_blocks import BLOCK_BYTES, RowBlock
-
-__all__ = ["FilePlan", "FileTable", "Files"]
 
 Array = npt.NDArray[np.float64]
 KEEP_BYTES = 1 << 30

@@ -14,12 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from unisono.tables.map_reduce.rounds import Ask, Round
+from unisono.tables.map_reduce.map_reduce import Ask, Round
 from unisono.world import World, probe
 from unisono.world.ledger import Sent
 from unisono.world.probe import take_slowest
-
-__all__ = ["CountingAsk", "FitReport", "count_sent", "count_words", "measure_link", "measure_speedup", "sum_costs"]
 
 WORD_BYTES = 8
 _BANDWIDTH_BYTES = 4 << 20

@@ -1,25 +1,86 @@
 """Tables in files, read by part: CSV by records, NumPy's .npy by rows, Parquet by row groups.
 
-A format says which columns a file has, cuts it into pieces, and reads some columns of a piece as numbers.
+A format says which columns a file has, cuts it into pieces, and reads some columns of a piece as numbers. Files have
+local paths and patterns, or addresses with a scheme (hdfs://, s3://), which are opened through fsspec.
 """
 
 from __future__ import annotations
 
 import csv
+import glob
 import io
+import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from tokenize import TokenError
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from unisono.tables.estimators.addresses import open_file, read_size
 
-__all__ = ["ENDINGS", "FilePiece", "Format", "find_format"]
+def list_files(paths: str | Path | Sequence[str | Path], endings: Sequence[str]) -> list[str]:
+    """List the files that the addresses name, in order; those of a pattern or a folder are sorted by name."""
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    found = [file for one in given for file in _expand(str(one), tuple(endings))]
+    if not found:
+        raise FileNotFoundError(f"no files at {', '.join(map(str, given)) or 'an empty list of addresses'}")
+    return found
+
+
+def open_file(address: str) -> IO[bytes]:
+    """Open the file for reading bytes."""
+    if "://" not in address:
+        return open(address, "rb")
+    system, path = _open_filesystem(address)
+    file: IO[bytes] = system.open(path, "rb")
+    return file
+
+
+def read_size(address: str) -> int:
+    """How many bytes the file has."""
+    if "://" not in address:
+        return os.path.getsize(address)
+    system, path = _open_filesystem(address)
+    return int(system.size(path))
+
+
+def _expand(address: str, endings: tuple[str, ...]) -> list[str]:
+    if "://" in address:
+        system, path = _open_filesystem(address)
+        scheme = address.split("://", 1)[0]
+        if glob.has_magic(path):
+            return [f"{scheme}://{p.lstrip('/') if scheme != 'file' else p}" for p in sorted(system.glob(path))]
+        if system.isdir(path):
+            inside = sorted(p for p in system.ls(path, detail=False) if p.endswith(endings))
+            return [f"{scheme}://{p.lstrip('/') if scheme != 'file' else p}" for p in inside]
+        if not system.exists(path):
+            raise FileNotFoundError(f"no file at {address}")
+        return [address]
+    if glob.has_magic(address) and not os.path.exists(address):
+        return sorted(glob.glob(address))
+    if os.path.isdir(address):
+        return sorted(os.path.join(address, name) for name in os.listdir(address) if name.endswith(endings))
+    if not os.path.exists(address):
+        raise FileNotFoundError(f"no file at {os.path.abspath(address)}")
+    return [address]
+
+
+def _open_filesystem(address: str) -> tuple[Any, str]:
+    try:
+        from fsspec.core import url_to_fs
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{address} is read through fsspec: pip install 'unisono[parquet]'") from error
+    scheme = address.split("://", 1)[0]
+    try:
+        system, path = url_to_fs(address)
+    except ImportError as error:
+        raise ImportError(f"{address}: fsspec has no driver for {scheme}:// here: {error}") from error
+    return system, path
+
 
 Array = npt.NDArray[np.float64]
 _MAX_COLUMNS_OF_NONE = 1 << 20  # the most columns that a file without rows may claim

@@ -1,21 +1,65 @@
-"""What `fit` and `predict` are given: arrays of this process, files, or a table that lies in an engine."""
+"""What `fit` and `predict` are given (arrays of this process, files, or a table that lies in an engine), and who fits.
+
+Alone, a fit runs in this process. In a running world (`unisono run -n 4 script.py`) every rank calls `fit` and takes
+its own rows; with `workers=` or `on=`, `fit` launches workers, hands them their rows, and returns when they are done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from unisono.tables.estimators.addresses import list_files, read_size
 from unisono.tables.estimators.files import FilePlan, Files
-from unisono.tables.estimators.formats import ENDINGS, FilePiece
+from unisono.tables.estimators.formats import ENDINGS, FilePiece, list_files, read_size
 from unisono.tables.estimators.row_blocks import Rows
-from unisono.tables.estimators.workers import Workers
+from unisono.tables.map_reduce.map_reduce import launch_workers
+from unisono.tables.map_reduce.worker_data import open_shared, split
 from unisono.world import World, join
 
-__all__ = ["check_same_rows", "find_rows_elsewhere", "make_rows", "names_files"]
+Fit = Callable[[Any, Any, World], Any]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The settings `workers`, `on` and `own_rows` of an estimator."""
+
+    count: int | None
+    on: Any
+    own_rows: bool
+
+    @property
+    def are_launched(self) -> bool:
+        """Whether `fit` starts them; otherwise they are the ranks of the running world."""
+        return self.count is not None or self.on is not None
+
+    def take_part(self, source: Any, world: World) -> Any:
+        """This rank's part of the rows in a running world."""
+        return source if self.own_rows else split(source, world.rank, world.size)
+
+    def run(self, fit: Fit, settings: Any, source: Any) -> Any:
+        """Launch workers, of which each calls `fit(settings, source, world)`, and return what the first one fitted.
+
+        A ValueError of `fit`, which is about the data, is raised here. A worker that had another part to play, such as
+        a parameter server, has no result.
+        """
+        results = launch_workers(_work, (fit, settings), source, workers=self.count, on=self.on)
+        problem, fitted = next(result for result in results if result is not None)
+        if problem is not None:
+            raise ValueError(problem)
+        return fitted
+
+
+def _work(asked: tuple[Fit, Any], source: Any) -> tuple[str | None, Any]:
+    """What a launched worker runs: what is wrong with the data, and what was fitted."""
+    fit, settings = asked
+    try:
+        return None, fit(settings, open_shared(source), join("cpu"))
+    except ValueError as error:
+        return str(error), None
 
 
 def find_rows_elsewhere(X: Any, y: Any, sample_weight: Any, workers: Workers) -> Any:

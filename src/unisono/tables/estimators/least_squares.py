@@ -15,8 +15,6 @@ from unisono.tables.estimators.linear import LinearModel
 from unisono.tables.estimators.linear_fit import FitResult
 from unisono.tables.estimators.moments import TableMoments, minimise
 
-__all__ = ["LeastSquares"]
-
 
 class LeastSquares(MultiOutputMixin, RegressorMixin, LinearModel):  # type: ignore[misc]
     """Linear least squares with ridge and L1 penalties, fitted by all workers together.

@@ -21,15 +21,12 @@ from unisono.tables.estimators.conventions import (
 )
 from unisono.tables.estimators.files import FilePlan, Files
 from unisono.tables.estimators.fit_report import CountingAsk
-from unisono.tables.estimators.inputs import check_same_rows, find_rows_elsewhere, names_files
+from unisono.tables.estimators.inputs import Workers, check_same_rows, find_rows_elsewhere, names_files
 from unisono.tables.estimators.linear_fit import FitResult, FitSettings, make_program
 from unisono.tables.estimators.linear_worker import fit_in_world, fit_launched
 from unisono.tables.estimators.row_blocks import RowBlock, Rows, find_problem, is_finite
-from unisono.tables.estimators.workers import Workers
 from unisono.tables.map_reduce.map_reduce import find_native
 from unisono.world import join
-
-__all__ = ["LinearModel"]
 
 Array = npt.NDArray[np.float64]
 

@@ -9,19 +9,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from unisono.tables.estimators import losses, solvers
-from unisono.tables.estimators.linear_answers import answer, merge_peeks
+from unisono.tables.estimators.linear_answers import STEEPNESS, answer, merge_peeks
 from unisono.tables.estimators.moments import TableMoments, minimise
 from unisono.tables.estimators.row_blocks import make_table
 from unisono.tables.map_reduce import Ask, MapReduce
-
-__all__ = ["FitResult", "FitSettings", "MeanLoss", "Scaling", "make_program", "make_survey"]
 
 Array = npt.NDArray[np.float64]
 NORMAL_COLUMNS = 2048  # with more, the products of all columns cost more than some passes over the rows
@@ -62,7 +60,10 @@ def make_survey(settings: FitSettings) -> MapReduce:
 def _fit(settings: FitSettings, ask: Ask) -> FitResult:
     """Fit; `ask` runs a round of `answer` on every worker."""
     peeked = _peek(settings, ask)
-    solver = _choose_solver(settings, peeked.columns)
+    solver = settings.solver
+    if solver == "auto":
+        small = settings.loss == "squares" and peeked.columns <= NORMAL_COLUMNS
+        solver = "normal" if small else "accelerated" if settings.l1 else "lbfgs"
     if solver == "normal":
         return _solve_normal(settings, ask, peeked.shift, peeked.columns) | {"names": peeked.names}
     smooth = _scale(settings, ask, peeked)
@@ -116,15 +117,6 @@ def _scale(settings: FitSettings, ask: Ask, peeked: _Peek) -> MeanLoss:
     sums = _ask_sums(ask, "scales", peeked.shift)
     scaling = Scaling.from_sums(*sums, peeked.shift, peeked.columns, outputs, settings)
     return MeanLoss(ask, scaling, loss, settings.l2, np.array(peeked.labels) if peeked.labels else None)
-
-
-def _choose_solver(settings: FitSettings, columns: int) -> str:
-    """The solver that "auto" stands for."""
-    if settings.solver != "auto":
-        return settings.solver
-    if settings.loss == "squares" and columns <= NORMAL_COLUMNS:
-        return "normal"
-    return "accelerated" if settings.l1 else "lbfgs"
 
 
 def _ask_sums(ask: Ask, do: str, shift: Array) -> tuple[int, float, Array, Array]:
@@ -225,12 +217,12 @@ def _descend(settings: FitSettings, solver: str, smooth: MeanLoss) -> FitResult:
     if solver == "lbfgs":
         if settings.l1:
             raise ValueError('solver="lbfgs" cannot do l1, which has corners: use solver="accelerated" or "auto"')
-        found = solvers.run_lbfgs(smooth, start, **options)
+        found = run_lbfgs(smooth, start, **options)
     else:
         step = settings.learning_rate or 1.0 / smooth.estimate_steepest()
         l1 = np.zeros(scaling.unknowns)
         l1[: len(scaling.mean) * scaling.outputs] = np.repeat(settings.l1 / scaling.deviation, scaling.outputs)
-        found = solvers.descend(smooth, start, l1=l1, step=step, accelerate=solver == "accelerated", **options)
+        found = run_descent(smooth, start, l1=l1, step=step, accelerate=solver == "accelerated", **options)
     coef, intercept = scaling.unscale(found.at)
     return {
         "coef": coef,
@@ -283,4 +275,69 @@ class MeanLoss:
             v = (sums[:-1] - s.mean * sums[-1]) / s.deviation
             size = float(np.linalg.norm(v))
         flat = 1.0 if s.intercept else 0.0
-        return losses.STEEPNESS[self.loss] * max(1.1 * size, flat) + self.l2 * float((1 / s.deviation**2).max())
+        return STEEPNESS[self.loss] * max(1.1 * size, flat) + self.l2 * float((1 / s.deviation**2).max())
+
+
+SmoothFunction = Callable[[Array], tuple[float, Array]]
+
+
+@dataclass
+class SolverResult:
+    """The point at which a solver stopped."""
+
+    at: Array
+    value: float
+    iterations: int
+    converged: bool
+
+
+def run_descent(
+    smooth: SmoothFunction, start: Array, *, l1: Array, step: float, tol: float, max_iter: int, accelerate: bool = False
+) -> SolverResult:
+    """x ← prox(x - step ∇f(x)), where prox shrinks by step · l1; stops when that moves x by less than `tol`
+    relative to the first move.
+
+    With `accelerate`, each step starts from a point beyond x (Beck and Teboulle, 2009); the momentum starts anew
+    whenever it points uphill (O'Donoghue and Candès, 2015). If the value explodes, the step is halved.
+    """
+    x, ahead, momentum = start, start, 1.0
+    first, lowest, value, move = 0.0, np.inf, np.inf, np.zeros_like(start)
+    for iteration in range(1, max_iter + 1):
+        value, gradient = smooth(ahead)
+        if not np.isfinite(value) or value > 10 * max(lowest, 0.0) + 1e-3 * abs(lowest):
+            step, ahead, momentum = step / 2, x, 1.0
+            lowest = np.inf if not np.isfinite(lowest) else lowest
+            continue
+        lowest = min(lowest, value)
+        new = ahead - step * gradient
+        if np.any(l1):
+            new = np.sign(new) * np.maximum(np.abs(new) - step * l1, 0.0)
+        move = (new - ahead) / step
+        size = float(np.abs(move).max(initial=0.0))
+        first = first or size
+        if size <= tol * first:
+            return SolverResult(new, value, iteration, True)
+        if not accelerate:
+            x = ahead = new
+            continue
+        if float(move @ (new - x)) < 0:  # uphill
+            momentum = 1.0
+        following = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
+        ahead = new + (momentum - 1) / following * (new - x)
+        x, momentum = new, following
+    return SolverResult(x, value, max_iter, False)
+
+
+def run_lbfgs(smooth: SmoothFunction, start: Array, *, tol: float, max_iter: int) -> SolverResult:
+    """Limited-memory BFGS (scipy's) on the gradients of all workers; stops as `run_descent` does."""
+    from scipy.optimize import minimize
+
+    _, gradient = smooth(start)
+    first = float(np.abs(gradient).max(initial=0.0))
+    if first == 0.0:
+        return SolverResult(start, 0.0, 1, True)
+    options = {"maxiter": max_iter, "maxfun": 2 * max_iter, "gtol": tol * first, "ftol": 0.0, "maxcor": 10}
+    ended = minimize(smooth, start, jac=True, method="L-BFGS-B", options=options)
+    # A line search that finds nothing lower has come to the end of the digits.
+    converged = ended.status == 0 or (ended.status == 2 and float(np.abs(ended.jac).max()) <= 1e-4 * first)
+    return SolverResult(np.asarray(ended.x), float(ended.fun), int(ended.nit) or 1, bool(converged))

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from unisono.tables.estimators.row_blocks import RowBlock, Table, is_finite, is_sparse
 
-__all__ = ["Solution", "TableMoments", "minimise", "peek", "sum_products"]
-
 Array = npt.NDArray[np.float64]
 
 

@@ -11,18 +11,6 @@ import numpy.typing as npt
 from unisono.tables.map_reduce.worker_data import find_bounds
 from unisono.training.data.tables import TablePart
 
-__all__ = [
-    "ArrayTable",
-    "RowBlock",
-    "Rows",
-    "Table",
-    "find_problem",
-    "format_column",
-    "is_finite",
-    "is_sparse",
-    "make_table",
-]
-
 Array = npt.NDArray[np.float64]
 BLOCK_BYTES = 1 << 20  # the two products of a gradient then read a block once from memory and once from the cache
 

@@ -6,7 +6,6 @@ broadcast each round.
 
 from __future__ import annotations
 
-from unisono.tables.map_reduce.map_reduce import mapreduce, run
-from unisono.tables.map_reduce.rounds import Ask, MapReduce
+from unisono.tables.map_reduce.map_reduce import Ask, MapReduce, mapreduce, run
 
 __all__ = ["Ask", "MapReduce", "mapreduce", "run"]

@@ -10,11 +10,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Answers", "answer_part", "merge_all", "merge_answers", "take_value"]
+from unisono.tables.map_reduce.map_reduce import Ask, Reduce, Round
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -50,7 +50,7 @@ def answer_part(part: int, map_: Callable[[Any, Any], Any], block: Any, state: A
     return Answers([(part, part, value)], {part: time.perf_counter() - start})
 
 
-def merge_answers(a: Answers, b: Answers, reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Answers:
+def merge_answers(a: Answers, b: Answers, reduce: Reduce) -> Answers:
     """Merge two answers. A function combines neighbours only, so the order of the parts is kept."""
     values = sorted([*a.values, *b.values], key=lambda item: item[0])
     joined: list[tuple[int, int, Any]] = []
@@ -63,8 +63,12 @@ def merge_answers(a: Answers, b: Answers, reduce: Literal["sum"] | Callable[[Any
     return Answers(joined, a.seconds | b.seconds, a.missing + b.missing, a.errors + b.errors)
 
 
-def take_value(found: Answers, parts: int) -> Any:
-    """The value of all parts. An error of any part is raised: a ValueError as itself, others as a `WorkerError`."""
+def end_round(found: Answers, ask: Ask, start: float) -> Any:
+    """The value of all parts; the round, begun at `start`, goes into the log.
+
+    An error of any part is raised: a ValueError as itself, others as a `WorkerError`.
+    """
+    parts = ask.workers
     if found.errors:
         part, names, text, trace = min(found.errors)
         if "ValueError" in names:
@@ -74,6 +78,7 @@ def take_value(found: Answers, parts: int) -> Any:
         report = f"unisono: worker {part} of {parts} failed: {names[0]}\n\n{trace.rstrip()}"
         raise WorkerError(report, rank=part, exit_status=1, step=None, traceback=trace)
     assert len(found.values) == 1, [item[:2] for item in found.values]
+    ask.log.append(Round(time.perf_counter() - start, [found.seconds[part] for part in range(parts)]))
     return found.values[0][2]
 
 
@@ -90,7 +95,7 @@ def _add(a: Any, b: Any) -> Any:
     return a + b
 
 
-def merge_all(founds: Sequence[Answers], reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Answers:
+def merge_all(founds: Sequence[Answers], reduce: Reduce) -> Answers:
     """Merge any number of answers."""
     result = Answers()
     for found in founds:

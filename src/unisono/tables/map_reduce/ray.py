@@ -13,11 +13,9 @@ from typing import Any, Literal
 
 from unisono.launchers.engines.engine import Packed
 from unisono.launchers.engines.ray import is_dataset, read_dataset, split_dataset
-from unisono.tables.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
-from unisono.tables.map_reduce.rounds import MapReduce, Round
+from unisono.tables.map_reduce.answers import Answers, answer_part, end_round, merge_all, merge_answers
+from unisono.tables.map_reduce.map_reduce import MapReduce, Round
 from unisono.tables.map_reduce.worker_data import join_batches, split
-
-__all__ = ["run"]
 
 _DRIVER_COMBINES = 8  # up to so many values are combined by the driver, without the actors
 _MOST_LOSSES = 3  # how often the actor of a part may die in one round
@@ -69,10 +67,7 @@ class _RayRounds:
             found = self._reduce(refs, how)
         except self._ray.exceptions.RayError:
             found = self._retry_lost(refs, sent, how)
-        value = take_value(found, self.workers)
-        seconds = [found.seconds[part] for part in range(self.workers)]
-        self.log.append(Round(time.perf_counter() - start, seconds))
-        return value
+        return end_round(found, self, start)
 
     def close(self) -> None:
         """End the actors."""

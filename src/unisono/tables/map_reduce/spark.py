@@ -22,11 +22,9 @@ from typing import Any, Literal
 from unisono.launchers.engines.engine import Packed
 from unisono.launchers.engines.spark import is_frame, is_rdd
 from unisono.launchers.runtime.table_part import arrow_columns
-from unisono.tables.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
-from unisono.tables.map_reduce.rounds import MapReduce, Round
+from unisono.tables.map_reduce.answers import Answers, answer_part, end_round, merge_all, merge_answers
+from unisono.tables.map_reduce.map_reduce import MapReduce, Round
 from unisono.tables.map_reduce.worker_data import join_batches, split
-
-__all__ = ["run"]
 
 _IN_CLOSURE_BYTES = 1 << 16  # a state of up to so many bytes travels with the task, a larger one as a broadcast
 _TURNS = 4  # how often a round tries to load a part in the process that lacked it
@@ -89,10 +87,7 @@ class _SparkRounds:
             found = merge_all([found, *rest], how)
         if not small:
             sent.destroy()
-        value = take_value(found, self.workers)
-        seconds = [found.seconds[part] for part in range(self.workers)]
-        self.log.append(Round(time.perf_counter() - start, seconds))
-        return value
+        return end_round(found, self, start)
 
     def _load_where_lacking(self, parts: set[int]) -> None:
         """Load parts in the processes that lacked them.

@@ -19,17 +19,6 @@ import numpy.typing as npt
 
 from unisono.training.data.tables import TablePart
 
-__all__ = [
-    "SharedArray",
-    "SharedSparse",
-    "count_rows",
-    "find_bounds",
-    "join_batches",
-    "open_shared",
-    "share_arrays",
-    "split",
-]
-
 MAPPED_BYTES = 1 << 20  # smaller arrays travel with the function
 _ALIGN = 4096
 _COPY_BYTES = 1 << 24

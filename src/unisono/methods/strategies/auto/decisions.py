@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from unisono.predict.costs.network import LinearCost
 from unisono.units import show_s
 
 GAIN = 1.1  # how many times as fast another candidate must be
@@ -43,7 +44,7 @@ class Probed(NamedTuple):
 
     def seconds(self, costs: Costs) -> float:
         """Seconds that all messages of a candidate's step take on this link."""
-        return costs.messages * self.latency_s + costs.bytes_sent * self.s_per_byte
+        return LinearCost(self.latency_s, self.s_per_byte).at(costs.bytes_sent, costs.messages)
 
     def slowness(self, other: Probed) -> float:
         """How many times as long a megabyte takes as on another link."""

@@ -6,7 +6,7 @@ Synchronous, as `allreduce`: after backward every gradient is the mean over the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reducer
 from unisono.methods.strategies.shared.lines import check_optimizer
 from unisono.methods.strategies.shared.replica import SharedReplica
-from unisono.methods.strategy import Accumulate, Buffers, Replica, Strategy
+from unisono.methods.strategy import Accumulate, Buffers, Keeps, Pattern, Replica, Strategy
 from unisono.methods.strategy.mistakes import refuse_common_memory
 from unisono.world import World
 
@@ -57,6 +57,9 @@ class shared(Strategy):
 
     def why_torch_optimizer(self) -> str:
         return "every worker steps a part of each parameter, by the optimizer's rule"
+
+    def pattern(self) -> Pattern:
+        return replace(super().pattern(), keeps=Keeps.as_set(self, once_a_host=True))
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return SharedReplica(model, optimizer, world, self)

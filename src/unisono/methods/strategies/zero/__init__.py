@@ -16,7 +16,7 @@ from unisono.methods.checks import AtLeast
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.strategies.zero.optimizer_shards import check_optimizer
 from unisono.methods.strategies.zero.replica import ZeroReplica
-from unisono.methods.strategy import Accumulate, Buffers, Pattern, Replica, Strategy
+from unisono.methods.strategy import Accumulate, Buffers, Keeps, Pattern, Replica, Strategy
 from unisono.methods.strategy.mistakes import refuse_common_memory
 from unisono.units import parse_size
 from unisono.world import World
@@ -98,7 +98,7 @@ class zero(Strategy):
         return "it splits the optimizer's state over the ranks"
 
     def pattern(self) -> Pattern:
-        return replace(super().pattern(), gathers=2 if self.stage == 3 else 1)
+        return replace(super().pattern(), gathers=2 if self.stage == 3 else 1, keeps=Keeps.as_set(self))
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return ZeroReplica(model, optimizer, world, self)

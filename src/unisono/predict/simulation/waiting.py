@@ -1,14 +1,15 @@
-"""Workers that push to parameter servers and pull from them: queues at the servers, bounds on staleness."""
+"""Workers that wait for a few others only: neighbours, whose delays wander from one to the next, or parameter servers,
+where pushes and pulls queue."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.predict.simulation.stragglers import Floats, Stragglers
-
-__all__ = ["Service", "simulate_servers", "wait_in_line"]
 
 _LEAST_BLOCK = 64
 
@@ -78,9 +79,8 @@ def simulate_servers(
 
     staleness: windows that a worker may be ahead of the slowest; None: any.
     """
-    if staleness == 0:
-        return _simulate_rounds(service, compute_s, stragglers, workers, steps, rng)
-    return _simulate_pushes(service, compute_s, stragglers, workers, steps, rng, staleness)
+    given = (service, compute_s, stragglers, workers, steps, rng)
+    return _simulate_rounds(*given) if staleness == 0 else _simulate_pushes(*given, staleness)
 
 
 def _simulate_rounds(
@@ -153,3 +153,41 @@ def _count_undisturbed(pushes: Floats, again: Floats) -> int:
     earliest = np.minimum.accumulate(again)
     late = np.flatnonzero(pushes[1:] > earliest[:-1])
     return int(late[0]) + 1 if len(late) else len(pushes)
+
+
+Heard = Sequence[NDArray[np.int64]]  # for each message that a worker gets: from whom, by worker
+
+
+def simulate_neighbours(
+    compute_s: float,
+    stragglers: Stragglers,
+    workers: int,
+    steps: int,
+    rng: np.random.Generator,
+    *,
+    heard: Callable[[int], Heard],
+    travel_s: Callable[[NDArray[np.int64]], Floats],
+    work_s: float = 0.0,
+    every: int = 1,
+    overlap: bool = True,
+) -> Floats:
+    """Seconds of each window, in the mean over workers.
+
+    A worker's model of a window's beginning travels while it computes (or before it does, without `overlap`), and it
+    ends the window when its own work is done and its neighbours' models are there.
+
+    heard: whom the workers hear in the i-th exchange. travel_s: how long a model is on its way from each of these
+    workers to worker 0, 1, ... work_s: what a worker does to an exchange (packing, mixing).
+    """
+    rates, now = stragglers.rates(workers), np.zeros(workers)
+    ends = np.empty(steps)
+    for step in range(steps):
+        computed = compute_s * rates * stragglers.draw(rng, (workers,))
+        come = now
+        if step % every == 0:
+            for who in heard(step // every):
+                come = np.maximum(come, np.maximum(now, now[who]) + travel_s(who))
+            computed = computed + work_s * rates
+        now = np.maximum(now + computed, come) if overlap else come + computed
+        ends[step] = now.mean()
+    return np.diff(ends, prepend=0.0)

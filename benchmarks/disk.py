@@ -20,6 +20,7 @@ import argparse
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,9 +101,9 @@ def stepper_on(home: str, moments: str, asked: argparse.Namespace) -> tuple[Call
 def measured(moments: str, asked: argparse.Namespace) -> dict[str, Any]:
     """The step and the raw run in turn, on one file, and how they compare."""
     step, disk = stepper_on("disk", moments, asked)
-    before = disk.bytes_read + disk.bytes_written
+    before = sum(disk.moved.values())
     step()
-    moved = disk.bytes_read + disk.bytes_written - before
+    moved = sum(disk.moved.values()) - before
     fd, nbytes = disk._requests.fd, moved // 2 // ALIGNMENT * ALIGNMENT
     way = best_way(fd, nbytes, 1 if asked.smoke else 3)
     bare = functools.partial(raw, fd, nbytes, **way)
@@ -125,6 +126,39 @@ def measured(moments: str, asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure_bandwidth(folder: str, nbytes: int) -> tuple[float, float]:
+    """Bytes that the disk under `folder` reads and writes in a second, on a scratch file of `nbytes`."""
+    from unisono.methods.offload.disk import Disk
+
+    block = min(32 << 20, max(ALIGNMENT, nbytes // 4 // ALIGNMENT * ALIGNMENT))
+    count = max(1, nbytes // block)
+    disk = Disk(folder, count * block)
+    regions = [disk.place(block) for _ in range(count)]
+    buffers = [disk.make_buffer(block) for _ in range(min(4, count))]
+
+    def measure(move: Callable[..., Any]) -> float:
+        """Read or write all regions, as many at a time as there are buffers."""
+        start = time.perf_counter()
+        handles: list[Any] = []
+        for i, region in enumerate(regions):
+            if i >= len(buffers):
+                handles[i - len(buffers)].wait()
+            handles.append(move(region, buffers[i % len(buffers)]))
+        for handle in handles:
+            handle.wait()
+        return count * block / (time.perf_counter() - start)
+
+    for line in buffers:
+        line.random_(256)  # a disk may compress
+    measure(disk.write)  # the first write of a block also takes it up in the file system
+    write = measure(disk.write)
+    if not disk.direct:
+        os.posix_fadvise(disk._requests.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    read = measure(disk.read)
+    disk.close()
+    return read, write
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=".", help="a folder on the disk to be measured")
@@ -135,8 +169,6 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.smoke:
         asked.blocks, asked.elements, asked.repeats = 2, 1 << 20, 1
-    from unisono.methods.offload.disk import measure_bandwidth
-
     read, write = measure_bandwidth(asked.folder, asked.blocks * asked.elements * BYTES["32bit"])
     print(f"read alone {read / 1e9:.2f} GB/s, written alone {write / 1e9:.2f} GB/s", flush=True)
     results: dict[str, Any] = {"read_gbyte_s": read / 1e9, "write_gbyte_s": write / 1e9}

@@ -339,7 +339,7 @@ def link(nbytes: int = 4 << 30) -> dict[str, float]:
     """Locking memory, and copying it."""
     import torch
 
-    from unisono.methods.offload.streams import Slab
+    from unisono.methods.offload.device import Slab
 
     start = time.perf_counter()
     slab = Slab(2 * nbytes, pinned=True)
@@ -362,7 +362,6 @@ def link(nbytes: int = 4 << 30) -> dict[str, float]:
 
 LANES: dict[str, dict[str, Any]] = {
     "host_adamw_gparams_s": {"gpu_share": False},
-    "host_adamw_omp_gparams_s": {"gpu_share": False, "engine": "omp"},
     "device_lane_gparams_s": {"gpu_share": 1.0},
     "both_lanes_gparams_s": {"gpu_share": True},
 }

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.methods.offload.pipeline import Pipeline, Run, Shard
+from unisono.methods.offload.device import Slab
+from unisono.methods.offload.pipeline import CudaStreams, Pipeline, Run, Shard
 from unisono.methods.offload.plan import resident_units
-from unisono.methods.offload.streams import CudaStreams, Slab
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

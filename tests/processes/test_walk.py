@@ -60,8 +60,15 @@ NOTES = {  # they move nothing
     "launchers/runtime/frames.py": {"find_site"},
     "launchers/runtime/watchdog.py": {"__init__", "enter", "leave", "look", "_watch"},
     "world/call_signatures.py": {"<genexpr>", "__init__", "agree", "check_places", "follow", "shapes_of"},
-    "methods/strategies/zero/on_use.py": {"__torch_function__", "hide", "show"},
-    "methods/strategies/zero/values.py": {"gather_late", "refuse_written"},  # at stage 3 there is nothing to do
+    # At stage 3: parameters are hidden and shown.
+    "methods/strategies/zero/values.py": {
+        "__torch_function__",
+        "hide",
+        "show",
+        "gather_late",
+        "refuse_written",
+        "begin_step",
+    },
     "world/batch_weights.py": {"weight"},
     "methods/strategy/mistakes.py": {"is_looking"},  # zero has compared enough
     "predict/costs/network.py": {"all_reduce_bytes"},  # for the ledger

@@ -30,7 +30,6 @@ from unisono.methods.offload.disk import (
     align,
     free_bytes,
     make_buffer,
-    measure_bandwidth,
 )
 
 REQUEST = 1 << 16
@@ -300,22 +299,18 @@ def test_a_buffered_write_that_does_not_reach_the_disk_fails_with_all_that_were_
     disk.close()
 
 
-def test_counters_hold_what_was_moved_and_the_time_it_took(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = time.perf_counter()
-    assert (disk.bytes_read, disk.bytes_written, disk.seconds) == (0, 0, 0.0)
+def test_counters_hold_what_was_moved(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disk.moved == {"read": 0, "write": 0}
     regions = [disk.place(n) for n in SIZES]
     for region in regions:
         disk.write(region, disk.make_buffer(region.nbytes)).wait()
     disk.read(regions[-1], disk.make_buffer(SIZES[-1])).wait()
     disk.read(regions[-1].slice(10, 20), disk.make_buffer(20)).wait()
-    assert (disk.bytes_read, disk.bytes_written) == (SIZES[-1] + 20, sum(SIZES))
-    taken = disk.seconds
-    assert 0 < taken < time.perf_counter() - start
-    assert disk.seconds == taken  # nothing is under way
+    assert disk.moved == {"read": SIZES[-1] + 20, "write": sum(SIZES)}
     intercept(monkeypatch, "write", lambda *_: 0)
     with pytest.raises(DiskError):
         disk.write(regions[0], disk.make_buffer(1)).wait()
-    assert disk.bytes_written == sum(SIZES)
+    assert disk.moved["write"] == sum(SIZES)
 
 
 def test_the_buffered_fallback_is_told_once_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,14 +521,8 @@ def test_an_interrupted_wait_can_be_taken_up_again(disk: Disk, monkeypatch: pyte
     assert torch.equal(handle.wait(), noise(100))
 
 
-def test_bandwidth_and_free_space_are_those_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_module, "_warn_of_page_cache", lambda _: None)
-    for nbytes in (1, 5_000_000):
-        read, write = measure_bandwidth(tmp_path, nbytes)
-        assert 0 < read < 1e13
-        assert 0 < write < 1e13
+def test_free_space_is_that_of_the_folder(tmp_path: Path) -> None:
     assert abs(free_bytes(tmp_path) - shutil.disk_usage(tmp_path).free) < 1 << 30
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_buffer_is_zero_and_of_the_size_asked_for() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.methods.hybrid.factors import choose_sizes, list_fitting
+from unisono.methods.hybrid.axes import choose_sizes, list_fitting
 from unisono.methods.hybrid.saving import cut_stored, spread_piece
 from unisono.methods.hybrid.stages import cut_evenly
 from unisono.predict.costs import Link, Network, Operation

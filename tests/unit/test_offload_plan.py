@@ -7,9 +7,9 @@ import torch
 
 from unisono.methods.offload import plan
 from unisono.methods.offload.blocks import Run
-from unisono.methods.offload.pipeline import HostStreams, clip_ranges
+from unisono.methods.offload.device import Slab
+from unisono.methods.offload.pipeline import Streams, clip_ranges
 from unisono.methods.offload.plan import clip, cut, find_gaps, resident_units, staged_share
-from unisono.methods.offload.streams import Slab
 
 
 def test_blocks_cover_every_shard_once_and_share_as_asked() -> None:
@@ -48,7 +48,7 @@ def test_resident_units_fill_the_budget_and_no_more() -> None:
 
 def test_queues_of_the_cpu_work_at_once() -> None:
     done: list[int] = []
-    streams = HostStreams(torch.device("cpu"))
+    streams = Streams(torch.device("cpu"))
     streams.queue().run(lambda: done.append(1), after=[streams.now()]).wait()
     assert done == [1]
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from unisono.methods.offload import plan
 from unisono.methods.offload.disk import Disk, DiskError
-from unisono.methods.offload.pipeline import Pipeline, Run, Shard
+from unisono.methods.offload.pipeline import Mark, Pipeline, Queue, Run, Shard
 from unisono.methods.offload.plan import resident_units
 from unisono.methods.offload.stepper import Block, Stepper, disk_bytes
-from unisono.methods.offload.streams import Mark, Queue
 
 CPU = torch.device("cpu")
 LENGTHS = [5000, 12_288, 300, 9000]
@@ -407,7 +406,7 @@ def test_units_on_disk_are_stepped_there(tmp_path: Path, late: LateStreams) -> N
     train(pipeline, gradients)
     assert_same(masters(pipeline), plain(adamw, gradients))
     assert_same(compute, [line.to(torch.bfloat16) for line in plain(adamw, gradients)])
-    assert disk.bytes_written > 0
+    assert disk.moved["write"] > 0
     pipeline.close()
     disk.close()
 

@@ -17,7 +17,7 @@ from torch import nn
 import unisono as un
 from unisono.cli import main
 from unisono.methods.hybrid.bubbles import WARM_UP, Bubble
-from unisono.methods.hybrid.schedules import list_stages, make_schedule, read_order
+from unisono.methods.hybrid.pipeline import list_stages, make_schedule, read_order
 from unisono.observe.live.live_run import LiveRun
 from unisono.observe.live.terminal import draw_frame
 from unisono.observe.reports.page import make_page

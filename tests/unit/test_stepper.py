@@ -104,11 +104,10 @@ OTHERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["threads", "omp"])
 @pytest.mark.parametrize("name", FUSED)
-def test_a_fused_optimizer_steps_bitwise_like_pytorch(name: str, engine: str) -> None:
+def test_a_fused_optimizer_steps_bitwise_like_pytorch(name: str) -> None:
     line = Line()
-    stepper, reference, whole = pair(FUSED[name], line, engine=engine, threads=3)
+    stepper, reference, whole = pair(FUSED[name], line, threads=3)
     for _ in range(4):
         gradient = line.gradient()
         apply(reference, whole, line, gradient)
@@ -444,9 +443,9 @@ def test_the_second_moment_in_bf16_decays_without_bias() -> None:
 
 def test_bf16_moments_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for engine, threads, cell in (("threads", 1, 1 << 18), ("threads", 3, 1 << 12), ("omp", None, 5 << 14)):
+    for threads, cell in ((1, 1 << 18), (3, 1 << 12), (None, 5 << 14)):
         line = Line()
-        stepper, _, _ = pair(FUSED["adamw"], line, moments=torch.bfloat16, engine=engine, threads=threads, seed=5)
+        stepper, _, _ = pair(FUSED["adamw"], line, moments=torch.bfloat16, threads=threads, seed=5)
         monkeypatch.setattr(stepper._workers, "choose_cell", lambda *_, cell=cell: cell)
         for _ in range(3):
             stepper.begin()

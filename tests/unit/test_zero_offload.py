@@ -16,7 +16,7 @@ from pairs import cover_pairs
 from unisono.launchers.runtime.machine import available_bytes
 from unisono.methods.offload import disk
 from unisono.methods.offload.disk import DiskError
-from unisono.methods.strategies.zero import placement
+from unisono.methods.strategies.zero import offloading
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -174,7 +174,7 @@ def test_master_values_wait_on_disk_if_there_is_room_for_them(room: bool, monkey
         waited.append(n)
         return disk.map_file(folder, n, dtype)
 
-    monkeypatch.setattr(placement, "map_file", map_file)
+    monkeypatch.setattr(offloading, "map_file", map_file)
     found = {}
     for place in ("device", "disk"):
         model = text().float()

@@ -322,7 +322,11 @@ class Exchange(BackwardWatcher):
     def _settle(self, used: list[int]) -> list[int]:
         """Exchange the last bucket, and wait for all that is under way; what some rank used, and whether a learning
         rate fell on one."""
-        flags = self.buckets[-1].flat[self.buckets[-1].layout.numel :] if self.buckets else torch.empty(0)
+        flags = (
+            self.buckets[-1].flat[self.buckets[-1].layout.numel :]
+            if self.buckets
+            else torch.empty(0, dtype=torch.uint8)
+        )
         carried = flags.numel() > 0
         if carried:
             flags.copy_(torch.tensor(used, dtype=flags.dtype))

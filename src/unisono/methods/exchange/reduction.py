@@ -353,10 +353,12 @@ class Reduction:
             for path, value in entries.items():
                 if _is_unsent(path):
                     value.mul_(factor)
-        each = {
-            name: {path: 0 if _key(path) == "size" else value for path, value in entries.items()}
-            for name, entries in shared["each"].items()
-        }  # who is here may have changed although their number has not
+        each = shared["each"]
+        if factor == 1.0:  # as many ranks as before, but others
+            each = {
+                name: {path: 0 if _key(path) == "size" else value for path, value in entries.items()}
+                for name, entries in each.items()
+            }
         self.load_state_dict({**shared, "each": each}, [local])
 
     def drop_unsent(self, names: Iterable[str]) -> None:

@@ -53,6 +53,7 @@ class Window(Enum):
 
     OPEN = auto()  # backward passes add to it
     ENDED = auto()  # its gradients are what the next step is made with
+    STEPPING = auto()  # the optimizer is stepping with them: see `Windows.begin_step`
     STEPPED = auto()  # the optimizer has stepped with them: the next pass opens another
 
 
@@ -65,9 +66,14 @@ class Windows:
         self._local = False  # inside no_sync
         self.window = Window.OPEN
 
+    def begin_step(self) -> None:
+        """The optimizer's code runs next. A method calls this that must know whether a step has broken off."""
+        if self.window is Window.ENDED:
+            self.window = Window.STEPPING
+
     def after_step(self) -> None:
         """The next step needs a window of its own."""
-        if self.window is Window.ENDED:
+        if self.window in (Window.ENDED, Window.STEPPING):
             self.window = Window.STEPPED
 
     def catch_up(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.methods.hybrid.factors import choose_sizes
-from unisono.methods.hybrid.gradients import Copies, clip_gradients, mark_gradients
-from unisono.methods.hybrid.local_tensors import localise
-from unisono.methods.hybrid.schedules import AHEAD
+from unisono.methods.hybrid.local_tensors import Copies, clip_gradients, localise, mark_gradients
+from unisono.methods.hybrid.pipeline import AHEAD, Pipeline
+from unisono.methods.hybrid.plans import tensor_plan
+from unisono.methods.hybrid.saving import MeshState
 from unisono.methods.strategy import ChangingReplica, Replica, share
 from unisono.world import World, join
 from unisono.world.backend.accounts import share_ledger
@@ -24,12 +24,9 @@ from unisono.world.backend.accounts import share_ledger
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from unisono.methods.hybrid.pipeline import Pipeline
-    from unisono.methods.hybrid.saving import MeshState
+__all__ = ["AXES", "Mesh", "choose_sizes", "list_fitting", "mesh"]
 
-__all__ = ["Mesh", "mesh"]
-
-_TIMEOUT = timedelta(minutes=10)
+AXES = ("data", "tensor", "pipeline")
 
 
 def mesh(
@@ -78,14 +75,15 @@ class Mesh:
         self.world, self.sizes = world, sizes
         ds, ts, ps = sizes
         self.place = (world.rank // ts % ds, world.rank % ts, world.rank // (ds * ts))
-        every = range(ps), range(ds), range(ts)
-        self.data = world.split([[self._rank(d, t, p) for d in every[1]] for p in every[0] for t in every[2]])
-        self.model = world.split([[self._rank(d, t, p) for p in every[0] for t in every[2]] for d in every[1]])
+        self._ranks = ranks = torch.arange(world.size).view(ps, ds, ts)
+        self.data = world.split(ranks.transpose(1, 2).reshape(-1, ds).tolist())
+        self.model = world.split(ranks.transpose(0, 1).reshape(ds, -1).tolist())
         self.data.axes = self
         self.data.shards, self.data.pending_shards = world.shards, world.pending_shards  # a checkpoint is of all ranks
         self.device_mesh: DeviceMesh | None = None
         if ts * ps > 1:
-            _form_group(world, backend)
+            if not dist.is_initialized():
+                _form_group(world, backend)
             self.device_mesh = dist.init_device_mesh(
                 world.device.type, (ps, ds, ts), mesh_dim_names=("pipeline", "data", "tensor")
             )
@@ -96,10 +94,6 @@ class Mesh:
 
     def __repr__(self) -> str:
         return "Mesh(data={}, tensor={}, pipeline={})".format(*self.sizes)
-
-    def _rank(self, d: int, t: int, p: int) -> int:
-        ds, ts, _ = self.sizes
-        return (p * ds + d) * ts + t
 
     @property
     def tensor(self) -> DeviceMesh | None:
@@ -124,11 +118,11 @@ class Mesh:
             return model
         from torch.distributed.tensor.parallel import parallelize_module
 
-        from unisono.methods.hybrid.plans import tensor_plan
-
-        share(model, self.world if self.sizes[2] == 1 else self._stage_world())
+        stages = self._ranks.reshape(self.sizes[2], -1).tolist()
+        share(model, self.world if len(stages) == 1 else self.world.split(stages))
         chosen = plan if plan is not None else tensor_plan(model, ranks=self.sizes[1])
-        here = {name: style for name, style in chosen.items() if _has_module(model, name)}
+        known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        here = {name: style for name, style in chosen.items() if name in known}
         if here:
             assert self.tensor is not None
             parallelize_module(model, self.tensor, here)
@@ -137,16 +131,6 @@ class Mesh:
             if isinstance(layer, nn.TransformerEncoderLayer):
                 layer.activation_relu_or_gelu = 0  # torch's shortcut for inference takes no split weights
         return model
-
-    def _tensor_world(self) -> World:
-        """The ranks that have parts of the same layers."""
-        ds, ts, ps = self.sizes
-        return self.world.split([[self._rank(d, t, p) for t in range(ts)] for p in range(ps) for d in range(ds)])
-
-    def _stage_world(self) -> World:
-        """The ranks that hold the same stage."""
-        ds, ts, ps = self.sizes
-        return self.world.split([[self._rank(d, t, p) for d in range(ds) for t in range(ts)] for p in range(ps)])
 
     def pipe(
         self,
@@ -169,8 +153,6 @@ class Mesh:
 
         Give `pipe.module` to the optimizer and to `un.parallel`, and train with `pipe.step(inputs, targets)`.
         """
-        from unisono.methods.hybrid.pipeline import Pipeline
-
         made = Pipeline(
             self,
             model,
@@ -201,8 +183,11 @@ class Mesh:
     ) -> Tensor:
         """What `torch.nn.utils.clip_grad_norm_` does, with the norm over all ranks that hold one model together: every
         parameter of it counts once. Every rank calls it, with the parameters of its own part."""
-        with self._reading_norms():
+        self._reads_norms = True
+        try:
             total = clip_gradients(self, list(parameters), float(max_norm), float(norm_type))
+        finally:
+            self._reads_norms = False
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {float(total)}, it cannot be clipped"
@@ -212,14 +197,6 @@ class Mesh:
     def clip(self, parameters: Any, max_norm: float) -> Tensor:
         """See `clip_grad_norm_`."""
         return self.clip_grad_norm_(parameters, max_norm)
-
-    @contextmanager
-    def _reading_norms(self) -> Iterator[None]:
-        self._reads_norms = True
-        try:
-            yield
-        finally:
-            self._reads_norms = False
 
     def check_norm(self) -> None:
         """Refuse the norm of a part of the model's gradients."""
@@ -257,7 +234,9 @@ class Mesh:
         if self.sizes[1] > 1:
             if (former := self._copies.get(replica.model)) is not None:
                 former.close()
-            self._copies[replica.model] = Copies(replica, self._tensor_world())
+            self._copies[replica.model] = Copies(
+                replica, self.world.split(self._ranks.reshape(-1, self.sizes[1]).tolist())
+            )
         for pipe in pipes:
             pipe.replica = weakref.ref(replica)
 
@@ -270,26 +249,68 @@ class Mesh:
 
     def make_savable(self, replica: Replica) -> MeshState:
         """Model and optimizer of the whole mesh, for `un.save` and `un.load`."""
-        from unisono.methods.hybrid.saving import MeshState
-
         return MeshState(self, replica, self._names[replica.model])
 
 
 def _form_group(world: World, backend: str | None) -> None:
-    """Make torch's default process group of the world's ranks, unless the program has made one."""
-    if dist.is_initialized():
-        return
+    """Make torch's default process group of the world's ranks."""
     if backend is None:
         cuda = world.device.type == "cuda"
         backend = "unisono" if "unisono" in dist.Backend.backend_list else "nccl" if cuda else "gloo"
     if backend == "unisono":
         share_ledger(world.ledger)
-    dist.init_process_group(backend, timeout=_TIMEOUT)
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
 
 
-def _has_module(model: nn.Module, name: str) -> bool:
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
+# How many ranks each axis has ----------------------------------------------------------------------------------------
+
+
+def choose_sizes(ranks: int, *, data: int | None, tensor: int | None, pipeline: int | None) -> tuple[int, int, int]:
+    """How many ranks (data, tensor, pipeline) have; ValueError with what would fit.
+
+    -1 is what remains. An axis that is left out has 1 rank, but the data axis what remains, unless another is -1. One
+    process alone is a mesh of ones, whatever is asked for.
+
+    >>> choose_sizes(8, data=None, tensor=2, pipeline=None)
+    (4, 2, 1)
+    """
+    asked = {"data": data, "tensor": tensor, "pipeline": pipeline}
+    for name, size in asked.items():
+        if size is not None and (type(size) is not int or (size < 1 and size != -1)):
+            raise ValueError(f"{name}={size!r}: expected a number of ranks from 1 on, or -1 for what remains")
+    rest = [name for name, size in asked.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"{' and '.join(f'{name}=-1' for name in rest)}: only one axis can have what remains")
+    if ranks == 1:
+        return 1, 1, 1
+    if not rest and data is None:
+        rest = ["data"]
+    given = {name: size or 1 for name, size in asked.items() if name not in rest}
+    product = math.prod(given.values())
+    if rest and ranks % product == 0:
+        given[rest[0]] = ranks // product
+    elif rest or product != ranks:
+        shown = " × ".join(f"{name}={size}" for name, size in given.items() if size != 1) or "data=1"
+        wrong = f"does not divide {ranks} ranks" if rest else f"makes {product} rank(s), not {ranks}"
+        raise ValueError(f"{shown} {wrong}. What would fit: {_suggest(ranks, given)}")
+    return given["data"], given["tensor"], given["pipeline"]
+
+
+def list_fitting(ranks: int) -> list[tuple[int, int, int]]:
+    """Every mesh (data, tensor, pipeline) of so many ranks.
+
+    >>> list_fitting(2)
+    [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    """
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    return [(d, t, ranks // d // t) for d in divisors for t in divisors if ranks % (d * t) == 0]
+
+
+def _suggest(ranks: int, given: dict[str, int]) -> str:
+    """The meshes nearest to what was asked for."""
+
+    def distance(sizes: tuple[int, int, int]) -> float:
+        return sum(abs(math.log2(size / given.get(name, size))) for name, size in zip(AXES, sizes, strict=True))
+
+    nearest = sorted(list_fitting(ranks), key=distance)[:8]
+    return "; ".join(", ".join(f"{name}={n}" for name, n in zip(AXES, sizes, strict=True)) for sizes in nearest)

@@ -169,7 +169,11 @@ class Bubble:
     def _take_apart(self, length: float, seconds: Mapping[Action, float]) -> None:
         """The bubble of this step: at best, by stages that differ, by microbatches that differ, and by messages."""
         assert self._times is not None
-        means, kinds = _mean_by_kind(seconds), {}  # type: dict[tuple[int, str], float], dict[int, list[float]]
+        sums: dict[tuple[int, str], list[float]] = {}
+        for (stage, kind, _), took in seconds.items():
+            sums.setdefault((stage, kind), []).append(took)
+        means = {key: sum(found) / len(found) for key, found in sums.items()}
+        kinds: dict[int, list[float]] = {}
         for (stage, kind), mean in means.items():
             kinds.setdefault(stage, [0.0, 0.0])[0 if kind == "F" else 1] += mean
         order = self._times.order
@@ -187,8 +191,8 @@ class Bubble:
         for name, part in parts.items():
             self._parts[name] += part
         for stage, pair in kinds.items():
-            sums = self._stage_s.setdefault(stage, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + pair[0], sums[1] + pair[1]
+            before = self._stage_s.get(stage, (0.0, 0.0))
+            self._stage_s[stage] = [x + y for x, y in zip(before, pair, strict=True)]
         self._taken += 1
 
     def describe(self) -> dict[str, Any]:
@@ -206,10 +210,3 @@ class Bubble:
             **{name: part / taken for name, part in self._parts.items()},
             "stages": {str(s): [x / taken for x in pair] for s, pair in sorted(self._stage_s.items())},
         }
-
-
-def _mean_by_kind(seconds: Mapping[Action, float]) -> dict[tuple[int, str], float]:
-    sums: dict[tuple[int, str], list[float]] = {}
-    for (stage, kind, _), took in seconds.items():
-        sums.setdefault((stage, kind), []).append(took)
-    return {key: sum(found) / len(found) for key, found in sums.items()}

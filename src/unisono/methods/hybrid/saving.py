@@ -14,15 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from unisono.launchers.runtime.frames import warn_user
 from unisono.methods.hybrid.local_tensors import Split, find_split
 from unisono.methods.strategy import Replica
 from unisono.training.checkpoint import ModelPart
 from unisono.training.checkpoint.slices import Piece, Span, Stored
-from unisono.world import World
 
 if TYPE_CHECKING:
     from unisono.methods.hybrid.axes import Mesh
@@ -38,39 +36,19 @@ class MeshState:
 
     def __init__(self, mesh: Mesh, replica: Replica, names: Sequence[Sequence[str]]) -> None:
         self.mesh, self.replica = mesh, replica
+        self.world, self.model, self.optimizer, self.step = mesh.world, replica.model, replica.optimizer, replica.step
         self.strategy = type(f"{type(replica.strategy).__name__} on {mesh}", (), {})()
         self._names = [list(group) for group in names]
         self._params = dict(replica.model.named_parameters(remove_duplicate=False))
         self._own_state = replica.state_dict()
-        self._parts = replica.sharded_state()
         self._own_values: dict[str, Any] | None = None
-        if self._parts is None:
-            self._parts = self._average_where_different()
+        parts = replica.sharded_state()
+        self._parts: dict[str, Any] = self._average_where_different() if parts is None else parts
         self._wholes, self._owner = self._gather_wholes()
         self._groups = self._gather_groups()
         self._counted = self._gather_counts()
 
     # What a replica says of itself -----------------------------------------------------------------------------------
-
-    @property
-    def world(self) -> World:
-        """All ranks of the mesh."""
-        return self.mesh.world
-
-    @property
-    def model(self) -> nn.Module:
-        """This rank's part of the model."""
-        return self.replica.model
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """This rank's optimizer."""
-        return self.replica.optimizer
-
-    @property
-    def step(self) -> int:
-        """How many windows this rank has trained."""
-        return self.replica.step
 
     def present_ranks(self) -> list[int]:
         """All ranks."""
@@ -108,7 +86,7 @@ class MeshState:
     def _gather_wholes(self) -> tuple[dict[str, list[Any]], dict[str, int]]:
         """Dtype and shape of every tensor of the whole model, and the first stage that has it."""
         mine = {}
-        for name, value in self._model_values().items():
+        for name, value in self._parts["model"].items():
             if isinstance(value, Tensor | Piece):
                 split = self._find_split(name)
                 shape = value.shape if split is None else split.shape
@@ -148,7 +126,6 @@ class MeshState:
         return {one for one, place in first.items() if place == self.mesh.data.rank}
 
     def _list_states(self) -> Iterator[tuple[str, str, Any]]:
-        assert self._parts is not None
         flat = [name for group in self._names for name in group]
         for number, entry in self._parts["optimizer"]["state"].items():
             for key, value in entry.items():
@@ -159,11 +136,6 @@ class MeshState:
         return isinstance(value, Piece) or (
             isinstance(value, Tensor) and key != "step" and value.shape == self._params[name].shape
         )
-
-    def _model_values(self) -> dict[str, Any]:
-        assert self._parts is not None
-        found: dict[str, Any] = self._parts["model"]
-        return found
 
     def _find_split(self, name: str) -> Split | None:
         return find_split(self._params[name]) if name in self._params else None
@@ -181,9 +153,8 @@ class MeshState:
 
     def sharded_state(self) -> dict[str, Any]:
         """Pieces of whole tensors, each element held by one rank."""
-        assert self._parts is not None
         made: dict[int, Piece] = {}
-        values = self._model_values()
+        values = self._parts["model"]
         model: dict[str, Any] = {}
         for name, (dtype, shape) in self._wholes.items():
             if name not in values:
@@ -200,28 +171,17 @@ class MeshState:
     def _spread(self, value: Tensor | Piece, split: Split | None, stage: int) -> Piece:
         d, t, p = self.mesh.place
         mine = p == stage and (split is not None or t == 0)
-        if isinstance(value, Tensor):
-            mine &= d == 0
-            value = (
-                Piece.of(value.detach().reshape(-1), 0, shape=value.shape) if mine else Piece(value.shape, value.dtype)
-            )
-        held = value if mine else Piece(value.shape, value.dtype)
+        held = _give(value, mine and (d == 0 or isinstance(value, Piece)))
         return held if split is None else spread_piece(held, split)
 
     def _spread_optimizer(self) -> dict[str, Any]:
-        assert self._parts is not None
         numbers = {name: i for i, name in enumerate(name for group in self._groups for name in group)}
         state: dict[int, dict[str, Any]] = {}
         for name, key, value in self._list_states():
             if self._is_spread(name, key, value):
                 value = self._spread(value, self._find_split(name), self.mesh.place[2])
             elif isinstance(value, Tensor):
-                mine = self.mesh.place[1] == 0 and (name, key) in self._counted
-                value = (
-                    Piece.of(value.detach().reshape(-1), 0, shape=value.shape)
-                    if mine
-                    else Piece(value.shape, value.dtype)
-                )
+                value = _give(value, self.mesh.place[1] == 0 and (name, key) in self._counted)
             state.setdefault(numbers[name], {})[key] = value
         groups = []
         for group, names in zip(self._parts["optimizer"]["param_groups"], self._groups, strict=True):
@@ -232,7 +192,7 @@ class MeshState:
 
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
         """Take this rank's part of a whole model and optimizer."""
-        values = self._model_values()
+        values = self._parts["model"]
         model = {
             name: self._cut(value, self._find_split(name)) for name, value in whole["model"].items() if name in values
         }
@@ -297,6 +257,13 @@ class MeshState:
             return []
         _, t, p = self.mesh.place
         return [locals_[(p * ds + d) * ts + t] for d in range(ds)]
+
+
+def _give(value: Tensor | Piece, mine: bool) -> Piece:
+    """A tensor as a piece: with all its elements, or with none if another rank gives them."""
+    if not mine:
+        return Piece(value.shape, value.dtype)
+    return value if isinstance(value, Piece) else Piece.of(value.detach().reshape(-1), 0, shape=value.shape)
 
 
 def _digest(value: Any) -> str:

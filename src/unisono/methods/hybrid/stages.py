@@ -42,12 +42,9 @@ def split_stages(
     >>> [name for stage in (first, last) for name, _ in stage.named_parameters()]
     ['0.weight', '0.bias', '2.weight', '2.bias']
     """
-    args = example if isinstance(example, tuple) else (example,)
     counts = costs is None and (world is None or world.rank == 0)  # the others leave it the machine
-    with _TURN:
-        graph = _trace(model)
-        measured = _Measuring(fx.GraphModule(model, graph), args, counts=counts)
-    steps = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    measured = _Measuring(model, example, counts=counts)
+    steps = measured.steps
     if stages < 1 or stages > len(steps):
         raise ValueError(f"{stages} stages of a model whose forward has {len(steps)} steps: give 1 to {len(steps)}")
     seconds = [measured.seconds[node] for node in steps] if costs is None else list(costs)
@@ -55,7 +52,7 @@ def split_stages(
         raise ValueError(f"{len(seconds)} costs for {len(steps)} steps of forward: {', '.join(n.name for n in steps)}")
     if world is not None and costs is None:
         seconds = world.broadcast_object(seconds)
-    allowed = [i for i in range(1, len(steps)) if _can_cut(graph, steps, i, measured)]
+    allowed = measured.find_cuts()
     if len(allowed) < stages - 1:
         raise ValueError(
             f"{stages} stages need {stages - 1} places to cut, and forward has {len(allowed)} where all that goes on "
@@ -63,7 +60,7 @@ def split_stages(
         )
     cuts = cut_evenly(seconds, stages, allowed, learning=[_learns(node, model) for node in steps])
     bounds = [0, *cuts, len(steps)]
-    made = [_make_stage(model, graph, steps, a, b, measured) for a, b in pairwise(bounds)]
+    made = [_make_stage(model, measured, a, b) for a, b in pairwise(bounds)]
     _refuse_shared(made)
     return made
 
@@ -88,13 +85,10 @@ class StepCosts:
 
 def measure_steps(model: nn.Module, example: Any) -> StepCosts:
     """What `split_stages` measures, without cutting."""
-    with _TURN:
-        graph = _trace(model)
-        measured = _Measuring(fx.GraphModule(model, graph), example if isinstance(example, tuple) else (example,))
-    steps = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
-    allowed = [i for i in range(1, len(steps)) if _can_cut(graph, steps, i, measured)]
-    nbytes = {i: sum(measured.values[node].nbytes for node in _find_live(graph, steps, i, measured)) for i in allowed}
-    return StepCosts([measured.seconds[node] for node in steps], nbytes)
+    measured = _Measuring(model, example)
+    live = {i: measured.find_live(i) for i in measured.find_cuts()}
+    nbytes = {i: sum(measured.values[node].nbytes for node in nodes) for i, nodes in live.items()}
+    return StepCosts([measured.seconds[node] for node in measured.steps], nbytes)
 
 
 def _refuse_shared(stages: Sequence[nn.Module]) -> None:
@@ -143,11 +137,18 @@ def _trace(model: nn.Module) -> fx.Graph:
 
 
 class _Measuring(fx.Interpreter):
-    """Runs every step with an example, forward and backward, and keeps the fastest time of each and its value."""
+    """Follows a model's forward, runs every step of it with an example, forward and backward, and keeps the fastest
+    time of each and its value."""
 
-    def __init__(self, module: fx.GraphModule, args: tuple[Any, ...], *, counts: bool = True) -> None:
+    def __init__(self, model: nn.Module, example: Any, *, counts: bool = True) -> None:
         """`counts`: its times do; else it runs as often as is needed to know what is drawn anew each time."""
-        super().__init__(module)
+        with _TURN:
+            super().__init__(fx.GraphModule(model, _trace(model)))
+            self._measure(example if isinstance(example, tuple) else (example,), counts=counts)
+
+    def _measure(self, args: tuple[Any, ...], *, counts: bool) -> None:
+        module = self.module
+        self.steps = [n for n in self.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
         self.seconds: dict[fx.Node, float] = {}
         self.values: dict[fx.Node, Any] = {}
         self.fixed: set[fx.Node] = set()  # whose value depends on the shapes of the inputs alone
@@ -190,6 +191,26 @@ class _Measuring(fx.Interpreter):
         self.seconds[n] = min(seconds, self.seconds.get(n, seconds))
         return value
 
+    def find_cuts(self) -> list[int]:
+        """Before which steps a stage can begin: what it needs of earlier ones are tensors with gradients (inputs of the
+        model go to the first stage alone)."""
+        found = []
+        for at in range(1, len(self.steps)):
+            live = self.find_live(at)
+            values = [self.values[node] for node in live]
+            inputs = any(node.op == "placeholder" for node in live)
+            if not inputs and all(isinstance(x, Tensor) and x.requires_grad for x in values):
+                found.append(at)
+        return found
+
+    def find_live(self, at: int) -> list[fx.Node]:
+        """What was made before step `at` and is needed from it on; parameters, and what depends on shapes alone (a
+        mask, say), are not handed over."""
+        later = set(self.steps[at:]) | {node for node in self.graph.nodes if node.op == "output"}
+        made = [node for node in self.graph.nodes if node.op == "placeholder"] + self.steps[:at]
+        later -= self.fixed
+        return [node for node in made if node not in self.fixed and any(user in later for user in node.users)]
+
 
 def _is_same(a: Any, b: Any) -> bool:
     return bool(torch.equal(a, b)) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
@@ -199,24 +220,6 @@ def _detach(x: Any) -> Any:
     if isinstance(x, Tensor) and x.requires_grad and not isinstance(x, nn.Parameter):
         return x.detach().requires_grad_()
     return x
-
-
-def _can_cut(graph: fx.Graph, steps: Sequence[fx.Node], at: int, measured: _Measuring) -> bool:
-    """Whether what steps from `at` on need of earlier ones are tensors with gradients (inputs of the model go to the
-    first stage alone)."""
-    live = _find_live(graph, steps, at, measured)
-    values = [measured.values[node] for node in live]
-    inputs = any(node.op == "placeholder" for node in live)
-    return not inputs and all(isinstance(x, Tensor) and x.requires_grad for x in values)
-
-
-def _find_live(graph: fx.Graph, steps: Sequence[fx.Node], at: int, measured: _Measuring) -> list[fx.Node]:
-    """What was made before step `at` and is needed from it on; parameters, and what depends on shapes alone (a mask,
-    say), are not handed over."""
-    later = set(steps[at:]) | {node for node in graph.nodes if node.op == "output"}
-    made = [node for node in graph.nodes if node.op == "placeholder"] + list(steps[:at])
-    later -= measured.fixed
-    return [node for node in made if node not in measured.fixed and any(user in later for user in node.users)]
 
 
 def _learns(step: fx.Node, model: nn.Module) -> bool:
@@ -264,13 +267,12 @@ def cut_evenly(
     return cuts[::-1]
 
 
-def _make_stage(
-    model: nn.Module, graph: fx.Graph, steps: Sequence[fx.Node], start: int, stop: int, measured: _Measuring
-) -> fx.GraphModule:
+def _make_stage(model: nn.Module, measured: _Measuring, start: int, stop: int) -> fx.GraphModule:
     """The steps from `start` to `stop` as a module with the model's names."""
+    graph, steps = measured.graph, measured.steps
     made, copies = fx.Graph(), {}  # type: tuple[fx.Graph, dict[fx.Node, fx.Node]]
     constants: dict[str, Tensor] = {}
-    given = _find_live(graph, steps, start, measured) if start else [n for n in graph.nodes if n.op == "placeholder"]
+    given = measured.find_live(start) if start else [n for n in graph.nodes if n.op == "placeholder"]
     for node in given:
         copies[node] = made.placeholder(node.name)
 
@@ -293,7 +295,7 @@ def _make_stage(
             find(needed)  # before it, in the order of the graph
         copies[node] = made.node_copy(node, find)
     if stop < len(steps):
-        out: Any = tuple(copies[node] for node in _find_live(graph, steps, stop, measured))
+        out: Any = tuple(copies[node] for node in measured.find_live(stop))
         made.output(out[0] if len(out) == 1 else out)
     else:
         end = next(node for node in graph.nodes if node.op == "output")

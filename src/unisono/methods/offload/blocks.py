@@ -13,7 +13,6 @@ PyTorch counts steps per parameter, and a parameter without a gradient is skippe
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -23,8 +22,8 @@ from torch import Tensor
 
 from unisono.background import Handle
 from unisono.methods.buckets import FlatLayout
+from unisono.methods.offload.disk import make_buffer
 from unisono.methods.offload.optimizers import GroupStep, Rule, Scalars, Settings, read_settings
-from unisono.methods.offload.requests import make_buffer
 
 Home = Literal["cpu", "disk", "staged", "resident"]  # see `plan`
 
@@ -193,7 +192,7 @@ def _key(scalars: Scalars | None) -> object:
 # State ----------------------------------------------------------------------------------------------------------
 
 
-class OptimizerState(ABC):
+class OptimizerState:
     """The master values and the optimizer's state of `length` elements: what a checkpoint reads and sets.
 
     State is in lines, with one number for each element ("master", "exp_avg"), and in scalars, which are kept once for a
@@ -202,32 +201,9 @@ class OptimizerState(ABC):
 
     length: int
 
-    @abstractmethod
     def names(self) -> list[str]:
         """The lines: "master", then those of the optimizer, such as "exp_avg"."""
-
-    @abstractmethod
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy on the host of elements [start, stop) of a line, in the precision of the master values."""
-
-    @abstractmethod
-    def scalars(self, at: int | None = None) -> dict[str, Any] | None:
-        """What the optimizer keeps once for the parameter that holds element `at` (the first parameter by default).
-
-        Such as {"step": tensor(3.)}; None if that parameter has not been stepped yet, so that it has no state.
-        """
-
-    @abstractmethod
-    def load(self, values: Mapping[str, Any], *, start: int = 0, stop: int | None = None) -> None:
-        """Set lines (tensors of stop - start elements) and scalars (single values) of elements [start, stop).
-
-        Lines may come in several calls. Parameters count as stepped once their scalars have been given or, where the
-        optimizer keeps none (SGD), one of their state lines.
-        """
-
-    @abstractmethod
-    def reset(self, *, start: int = 0, stop: int | None = None) -> None:
-        """Forget the optimizer's state of elements [start, stop): their next step is their first."""
+        raise NotImplementedError
 
     def _end(self, start: int, stop: int | None) -> int:
         """Where a range ends; refuses one that is not within the elements."""
@@ -344,14 +320,17 @@ class Block(OptimizerState):
         self.first = {}
         for group in sorted({run.group for run in self.steps.given}):
             self.first |= rule.find_state(read_settings(groups[group])).lines
-        self.dtypes = {"master": self.dtype, **_state_dtypes(list(self.first), self.dtype, moments)}
+        if moments != torch.float32 and self.dtype != torch.float32:
+            raise ValueError(f"moments of {moments} need master values of torch.float32, got a block of {self.dtype}")
+        narrow = self.dtype if moments == torch.float32 else moments
+        self.dtypes = {"master": self.dtype, **dict.fromkeys(self.first, narrow)}
 
     def lay_out(self, count: int, align_bytes: int) -> FlatLayout:
         """Where `count` elements of every line lie in a piece of memory, counted in bytes."""
         lines = [torch.empty(count, dtype=dtype, device="meta") for dtype in self.dtypes.values()]
         return FlatLayout(lines, torch.uint8, align_bytes=align_bytes, contiguous=True)
 
-    # State
+    # State: see `Shard`
 
     def names(self) -> list[str]:
         return [*self.dtypes]
@@ -409,15 +388,6 @@ def _overlaps(parts: Iterable[_P], start: int, stop: int) -> Iterator[tuple[_P, 
             yield part, low - part.start, high - part.start
 
 
-def _state_dtypes(names: Sequence[str], master: torch.dtype, moments: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each of the optimizer's lines: that of the master values, or bfloat16."""
-    if moments == torch.float32:
-        return dict.fromkeys(names, master)
-    if master != torch.float32:
-        raise ValueError(f"moments of {moments} need master values of torch.float32, got a block of {master}")
-    return dict.fromkeys(names, moments)
-
-
 @dataclass(eq=False)
 class Shard(OptimizerState):
     """What this rank has of a unit.
@@ -445,19 +415,27 @@ class Shard(OptimizerState):
         return list(dict.fromkeys(["master", *(name for block in self.blocks for name in block.names())]))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A copy on the host of elements [start, stop) of a line, in the precision of the master values."""
         stop = self._end(start, stop)
         self._check_name(name)
         found = [block.read(name, low, high) for block, low, high in _overlaps(self.blocks, start, stop)]
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
 
     def scalars(self, at: int | None = None) -> dict[str, Any] | None:
+        """What the optimizer keeps once for the parameter that holds element `at` (the first element by default), such
+        as {"step": tensor(3.)}; None if that parameter has not been stepped yet, so that it has no state."""
         at = 0 if at is None else at
         for block, low, _ in _overlaps(self.blocks, at, self._end(at, at + 1)):
             return block.scalars(low)
         return None
 
     def load(self, values: Mapping[str, Any], *, start: int = 0, stop: int | None = None) -> None:
-        """Set state; new master values also become those that compute."""
+        """Set lines (tensors of stop - start elements) and scalars (single values) of elements [start, stop); new
+        master values also become those that compute.
+
+        Lines may come in several calls. Parameters count as stepped once their scalars have been given or, if the
+        optimizer keeps none (SGD), one of their state lines.
+        """
         stop = self._end(start, stop)
         self._check_lines(values, start, stop)
         names = self.names()
@@ -469,5 +447,6 @@ class Shard(OptimizerState):
             self.compute.detach()[start:stop].copy_(values["master"].flatten())
 
     def reset(self, *, start: int = 0, stop: int | None = None) -> None:
+        """Forget the optimizer's state of elements [start, stop): their next step is their first."""
         for block, low, high in _overlaps(self.blocks, start, self._end(start, stop)):
             block.reset(start=low, stop=high)

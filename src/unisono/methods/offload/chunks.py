@@ -13,8 +13,7 @@ from torch import Tensor
 
 from unisono.background import Handle
 from unisono.methods.offload.blocks import Block, Chunk
-from unisono.methods.offload.disk import Disk, align
-from unisono.methods.offload.requests import ALIGNMENT
+from unisono.methods.offload.disk import ALIGNMENT, Disk, align
 
 CHUNK_ELEMENTS = 4 << 20  # 48 MB for Adam
 CHUNK_BUFFERS = 5

@@ -1,4 +1,5 @@
-"""The blocks of the optimizer state that are stepped on the device: some live there, some pass through.
+"""The blocks of the optimizer state that are stepped on the device: some live there, some pass through; and host memory
+that the device's copy engines reach.
 
 Staged blocks follow one another through a few buffers of device memory, in three queues beside the current stream:
 
@@ -11,7 +12,9 @@ So the link to the host works in both directions at once while the CPU steps its
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,15 +22,87 @@ from torch import Tensor
 from unisono.background import Handle
 from unisono.methods.buckets import FlatLayout
 from unisono.methods.offload.blocks import Block, Chunk
+from unisono.methods.offload.disk import make_buffer
 from unisono.methods.offload.fused import Rounding, round_bits
 from unisono.methods.offload.optimizers import Rule, make_rule
 from unisono.methods.offload.stepper import StepSettings
-from unisono.methods.offload.streams import LINE_BYTES, Mark, Slab, Streams
+from unisono.units import show_size
+
+if TYPE_CHECKING:
+    from unisono.methods.offload.pipeline import Mark, Streams
 
 STAGING_BUFFERS = 3  # one is loaded, one stepped, one stored
 _SEED = 1
 Ranges = Sequence[tuple[int, int]]
 Scale = float | Tensor
+LINE_BYTES = 256  # lines in a slab begin on such a border
+
+
+class Slab:
+    """Host memory taken in one piece, given out as lines; `pinned`: locked, so that a GPU copies it on its own.
+
+    Memory from `mmap` (on huge pages where the kernel has them), touched by all threads and then registered in one
+    call: torch's own pinned memory is rounded up to a power of two.
+
+    >>> slab = Slab(1 << 20)
+    >>> slab.take_line(1000, torch.bfloat16).shape, slab.take_line(5, torch.float32).data_ptr() % 256
+    (torch.Size([1000]), 0)
+    >>> slab.close()
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        self.nbytes = nbytes
+        self._memory = make_buffer(nbytes)
+        self._used = 0
+        self._unpin: Callable[[], Any] | None = None
+        if nbytes and pinned:
+            self._memory.zero_()
+            code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), nbytes, 0))
+            if code != 0:
+                raise RuntimeError(
+                    f"{show_size(nbytes)} of host memory could not be locked for the GPU (CUDA error {code}). "
+                    f"Raise the limit of locked memory (ulimit -l), offload less (a larger device_memory) or use "
+                    f"16-bit moments"
+                )
+            self._unpin = weakref.finalize(self, _unregister, self._memory)
+
+    @staticmethod
+    def bytes_for(n: int, dtype: torch.dtype) -> int:
+        """The bytes that a line of `n` elements takes up."""
+        return -(-n * dtype.itemsize // LINE_BYTES) * LINE_BYTES
+
+    def take_line(self, n: int, dtype: torch.dtype) -> Tensor:
+        """A new line of `n` elements, all zero."""
+        start, self._used = self._used, self._used + self.bytes_for(n, dtype)
+        assert self._used <= self.nbytes, f"a slab of {self.nbytes} bytes was asked for {self._used}"
+        return self._memory[start : start + n * dtype.itemsize].view(dtype)
+
+    def close(self) -> None:
+        """Unlock the memory; it goes when the last line of it goes."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+
+
+def _unregister(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def copy_to(values: Tensor, to: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of `values` on a device.
+
+    From a GPU to the host, all threads touch the new memory first: the driver's copy would, with one thread.
+
+    >>> copy_to(torch.ones(2), torch.device("cpu"), torch.float64)
+    tensor([1., 1.], dtype=torch.float64)
+    """
+    if to.type != "cpu" or values.device.type == "cpu":
+        return values.detach().to(to, dtype, copy=True)
+    line = torch.empty(values.shape, dtype=dtype or values.dtype)
+    return line.zero_().copy_(values.detach())
+
+
+# Blocks that the device steps ----------------------------------------------------------------------------------------
 
 
 class DeviceChunk(Chunk):

@@ -2,6 +2,9 @@
 
 Adam, AdamW, SGD and Adagrad go through torch's fused kernels. Every other elementwise optimizer runs its own `step` on
 a copy of itself that holds the pieces as its parameters.
+
+Who can be stepped in pieces is said here: `WHOLE` names torch's optimizers whose update needs whole tensors,
+`make_rule` tries those that it does not know.
 """
 
 from __future__ import annotations

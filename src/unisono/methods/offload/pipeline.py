@@ -8,6 +8,9 @@ ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840). In one step:
   wait    the next forward waits for the units one by one, as it comes to them
 
 With a delayed update (the paper's one-step delay) a step's gradients are applied while the next step computes.
+
+On a GPU a queue is a CUDA stream and a mark is an event; on the CPU work is done at once. What runs on them is the same
+code, so its order can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -17,38 +20,71 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.background import SerialQueue
 from unisono.methods.offload.blocks import Block, Run, Shard
-from unisono.methods.offload.device import STAGING_BUFFERS, DeviceStepper, Ranges, Scale
+from unisono.methods.offload.device import (
+    STAGING_BUFFERS,
+    DeviceStepper,
+    Ranges,
+    Scale,
+    Slab,
+    copy_to,
+)
 from unisono.methods.offload.disk import Disk
 from unisono.methods.offload.plan import BLOCK_ELEMENTS, clip, cut, find_gaps, staged_share
 from unisono.methods.offload.stepper import Stepper, StepSettings
-from unisono.methods.offload.streams import CudaStreams, Mark, Queue, Slab, Streams, copy_to
 
 _CLOSE_S = 60.0
 _AT_ONCE = 2  # blocks that the CPU works on: threads that are done with one go on with the next
 
-__all__ = ["HostStreams", "Pipeline", "Run", "Shard", "clip_ranges"]
+__all__ = [
+    "CudaMark",
+    "CudaQueue",
+    "CudaStreams",
+    "Mark",
+    "Pipeline",
+    "Queue",
+    "Run",
+    "Shard",
+    "Streams",
+    "clip_ranges",
+]
 
 
-class _ReachedMark:
-    """A mark that has been reached from the start: work on the CPU is done at once."""
+class Mark:
+    """A point in a queue: it is reached once all work given to the queue before is done. On the CPU that is at once."""
 
-    def hold(self) -> None: ...
+    def hold(self) -> None:
+        """Let work that the current stream gets from now on begin after this mark."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Block this thread until the mark is reached."""
 
 
-class HostStreams:
-    """The queues of a CPU: work is done when it is given.
+class Queue:
+    """Work in order, beside the current stream. That of a CPU does it at once.
 
-    >>> HostStreams(torch.device("cpu")).queue().run(lambda: print("done")).wait()
+    >>> Queue().run(lambda: print("done")).wait()
     done
+    """
+
+    def run(self, work: Callable[[], Any], after: Iterable[Mark] = ()) -> Mark:
+        """Do `work` once the marks `after` are reached; the mark of its end. What it reads must stay alive."""
+        for mark in after:
+            mark.wait()
+        work()
+        return Mark()
+
+
+class Streams:
+    """The queues of one device; these are a CPU's.
+
+    immediate: work is done when it is given, in memory that the host reaches.
     """
 
     immediate = True
@@ -57,18 +93,64 @@ class HostStreams:
         self.device = device
 
     def queue(self) -> Queue:
-        return self
+        """A new queue."""
+        return Queue()
 
     def now(self) -> Mark:
-        return _ReachedMark()
+        """Where the current stream stands."""
+        return Mark()
 
-    def lend(self, tensor: Tensor, queue: Queue) -> None: ...
+    def lend(self, tensor: Tensor, queue: Queue) -> None:
+        """`tensor` may be freed before `queue` has read it: its memory is not given out again until then."""
+
+
+class CudaMark(Mark):
+    """A CUDA event as a mark."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device = device
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def hold(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaQueue(Queue):
+    """A CUDA stream as a queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
 
     def run(self, work: Callable[[], Any], after: Iterable[Mark] = ()) -> Mark:
-        for mark in after:
-            mark.wait()
-        work()
-        return _ReachedMark()
+        with torch.cuda.stream(self.stream):
+            for mark in after:
+                mark.hold()
+            work()
+        return CudaMark(self.device, self.stream)
+
+
+class CudaStreams(Streams):
+    """The streams of one GPU."""
+
+    immediate = False
+
+    def queue(self) -> Queue:
+        return CudaQueue(self.device)
+
+    def now(self) -> Mark:
+        return CudaMark(self.device, torch.cuda.current_stream(self.device))
+
+    def lend(self, tensor: Tensor, queue: Queue) -> None:
+        assert isinstance(queue, CudaQueue)
+        tensor.record_stream(queue.stream)
+
+
+# The step ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -134,13 +216,12 @@ class Pipeline:
         resident: AbstractSet[int] = frozenset(),
         gpu_share: bool | float = True,
         threads: int | None = None,
-        engine: Literal["threads", "omp"] = "threads",
         block: int = BLOCK_ELEMENTS,
         buffers: int = STAGING_BUFFERS,
         streams: Streams | None = None,
     ) -> None:
         cuda = device.type == "cuda"
-        self.streams = streams or (CudaStreams(device) if cuda else HostStreams(device))
+        self.streams = streams or (CudaStreams(device) if cuda else Streams(device))
         self.optimizer, self.delayed = optimizer, delayed
         self._down, self._up = self.streams.queue(), self.streams.queue()
         threads = threads or max(1, torch.get_num_threads() - cuda)  # one core launches the GPU's kernels
@@ -149,7 +230,7 @@ class Pipeline:
             raise ValueError(f"gpu_share is True, False or a share from 0 to 1, got {gpu_share!r}")
         disks = {u for u, shard in enumerate(shards) if shard.home == "disk"}
         spans = cut([shard.length for shard in shards], share=share, resident=resident, disk=disks, block=block)
-        self.stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads, engine=engine)
+        self.stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads)
         self._shards = list(shards)
         self._make_blocks(spans, moments, buffers)
         self._transits = self._make_transits(gradients)

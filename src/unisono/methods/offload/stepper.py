@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.methods.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk, Run, Spans
+from unisono.methods.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk, Run, Shard, Spans
 from unisono.methods.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, bytes_on_disk, place_on_disk
 from unisono.methods.offload.disk import Disk
 from unisono.methods.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
 from unisono.methods.offload.optimizers import GroupStep, Rule, Settings, make_rule, read_settings
 
-__all__ = ["Block", "Run", "StepSettings", "Stepper", "disk_bytes"]
+__all__ = ["Block", "HostShards", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
 _TILE = 1 << 17  # elements: their cast gradient is still in a core's cache when the optimizer reads it
 _PLAIN_TILE = 1 << 20  # where every call of a tile needs Python's lock
@@ -43,7 +43,7 @@ class Stepper:
     """Steps the optimizer over blocks, one at a time, in place.
 
     `moments=torch.bfloat16` keeps the state lines in 16 bits, rounded at random in proportion (`seed`), and computes in
-    the precision of the block. `engine`: "threads" for threads of our own, "omp" for those of each torch call.
+    the precision of the block.
 
     >>> values = torch.zeros(8)
     >>> optimizer = torch.optim.SGD([values], lr=0.5)
@@ -63,7 +63,6 @@ class Stepper:
         moments: torch.dtype = torch.float32,
         disk: Disk | None = None,
         threads: int | None = None,
-        engine: Literal["threads", "omp"] = "threads",
         chunk_elements: int = CHUNK_ELEMENTS,
         seed: int = 0,
     ) -> None:
@@ -76,7 +75,7 @@ class Stepper:
         self._rule: Rule = make_rule(optimizer)
         self._moments = moments
         self._rounding = Rounding(seed, torch.device("cpu"))
-        self._workers = _Workers(engine, threads)
+        self._workers = _Workers(threads)
         self._disk, self._chunk_elements = disk, chunk_elements
         self._settings: StepSettings | None = None
         self._unfinished: dict[int, int] = {}  # blocks whose step an error broke off, with the next chunk to step
@@ -106,23 +105,9 @@ class Stepper:
         self._settings = StepSettings([read_settings(group) for group in self.optimizer.param_groups], self.steps)
         return self._settings
 
-    def step(
-        self,
-        index: int,
-        gradient: Tensor,
-        out: Tensor | None = None,
-        *,
-        scale: float = 1.0,
-        absent: Iterable[tuple[int, int]] = (),
-        settings: StepSettings | None = None,
-    ) -> None:
-        """Step one block with `scale * gradient`; `out` receives the new values in its own dtype.
-
-        `absent` are ranges of elements without a gradient: they and their state stay as they are. `settings` is what
-        `begin` returned for this step, the latest by default. Padding between the runs is never stepped.
-        If the disk fails, `DiskError` is raised; after a `flush` that succeeds, the same call goes on where it ended.
-        """
-        self.start(index, gradient, out, scale=scale, absent=absent, settings=settings)()
+    def step(self, index: int, gradient: Tensor, out: Tensor | None = None, **settings: Any) -> None:
+        """Step one block: `start`, and wait."""
+        self.start(index, gradient, out, **settings)()
 
     def start(
         self,
@@ -134,9 +119,13 @@ class Stepper:
         absent: Iterable[tuple[int, int]] = (),
         settings: StepSettings | None = None,
     ) -> Callable[[], None]:
-        """Begin what `step` does; call what is returned to wait for its end, before the block is used again.
+        """Begin to step one block with `scale * gradient`; `out` receives the new values in its own dtype. Call what is
+        returned to wait for the end, before the block is used again.
 
-        A block in memory is stepped in the background: another may be begun meanwhile. One on disk is done at once.
+        `absent` are ranges of elements without a gradient: they and their state stay as they are. `settings` is what
+        `begin` returned for this step, the latest by default. Padding between the runs is never stepped.
+        A block in memory is stepped in the background: another may be begun meanwhile. One on disk is done at once; if
+        the disk fails, `DiskError` is raised, and after a `flush` that succeeds the same call goes on where it ended.
         """
         with self._lock:
             settings = settings or self._settings
@@ -308,15 +297,125 @@ def _copy_out(master: Tensor, out: Tensor | None, _worker: _Worker, spans: Spans
             out[low:high].copy_(master[low:high])
 
 
+# Values that rest elsewhere ------------------------------------------------------------------------------------------
+
+
+class _Rest(NamedTuple):
+    """What is left of a step: its settings, and the gradients that are still to be applied."""
+
+    settings: StepSettings
+    gradients: dict[int, Tensor]
+    scale: float
+    absent: Mapping[int, Any]
+
+
+class HostShards:
+    """Steps the optimizer over shards that rest on the host or on disk, where they are, and gives their values to the
+    device when a module needs them: ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857).
+
+    keep: `shard.compute`, on the host, holds the values that compute; otherwise they are made from the master values at
+    each use, and `shard.compute` is let go.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        moments: torch.dtype = torch.float32,
+        disk: Disk | None = None,
+        keep: bool,
+    ) -> None:
+        self.stepper = Stepper(optimizer, moments=moments, disk=disk)
+        self._keep = keep
+        self._shards: list[Shard] = []
+        self._gradients: dict[int, Tensor] = {}
+        self._rest: _Rest | None = None  # of a step that an error broke off
+
+    def add(self, shard: Shard) -> None:
+        """Take one more unit."""
+        values = (shard.compute if shard.master is None else shard.master).detach()
+        own = values.to("cpu", shard.master_dtype, copy=shard.home == "cpu").contiguous()
+        shard.blocks = [self.stepper.add(Block(own, shard.runs, shard.home, unit=len(self._shards)))]
+        shard.master = None
+        if not self._keep:
+            shard.compute = torch.empty(0, dtype=shard.compute.dtype)
+        self._shards.append(shard)
+
+    def offer(self, u: int, gradient: Tensor, *, replace: bool = False) -> None:
+        """Take the gradient of unit `u` for the next step, instead of one that it may have."""
+        self._gradients[u] = gradient.detach().to("cpu")
+
+    def step(self, scale: float = 1.0, absent: Mapping[int, Any] | None = None, *, delay: bool | None = None) -> None:
+        """Step everything, in order; the disk reads ahead and writes behind."""
+        if delay:
+            raise ValueError("a delayed update needs parameters on the device")
+        self.retry()
+        self._rest = _Rest(self.stepper.begin(), self._gradients, scale, absent or {})
+        self._gradients = {}
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Step what is left; where it fails, what was done is kept, and the rest stays to be done."""
+        rest = self._rest
+        if rest is None:
+            return
+        order = sorted(rest.gradients)
+        for number, u in enumerate(order):
+            for soon in order[number : number + 2]:
+                self.stepper.prefetch(soon)
+            out = self._shards[u].compute if self._keep else None
+            absent = rest.absent.get(u, ())
+            gradient = rest.gradients[u]
+            self.stepper.step(u, gradient, out, scale=rest.scale, absent=absent, settings=rest.settings)
+            del rest.gradients[u]
+        self.stepper.flush()
+        self._rest = None
+
+    def retry(self) -> None:
+        """After an error of the disk: go on with the step where it broke off. Nothing was lost."""
+        if self._rest is not None:
+            self.stepper.flush()
+            self._go_on()
+
+    def wait(self, u: int) -> None:
+        """No-op: `step` returns when everything has been stepped."""
+
+    def values(self, u: int) -> Tensor:
+        """The values of unit `u`, on the host, in the dtype that computes."""
+        shard = self._shards[u]
+        return shard.compute if self._keep else shard.read("master").to(shard.compute.dtype)
+
+    def finish(self) -> None:
+        """Wait for the disk."""
+        self.stepper.flush()
+
+    def shard(self, u: int) -> Shard:
+        """The state of unit `u`, to be read and set."""
+        return self._shards[u]
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self.stepper.steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self.stepper.steps = count
+
+    def close(self) -> None:
+        """End the threads."""
+        self.stepper.close()
+
+
 # Threads --------------------------------------------------------------------------------------------------------
 
 
 class _Worker:
     """One thread's memory, and its form of the inner loop."""
 
-    def __init__(self, parallel: int) -> None:
+    def __init__(self) -> None:
         self.step_tiles = compile_step_tiles()
-        self.tile = parallel * (_PLAIN_TILE if self.step_tiles is step_tiles else _TILE)
+        self.tile = _PLAIN_TILE if self.step_tiles is step_tiles else _TILE
         self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def scratch(self, number: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -328,20 +427,16 @@ class _Worker:
 
 
 class _Workers:
-    """Runs the cells of a chunk: on threads of our own with one torch thread each, or within torch's parallel calls.
+    """Runs the cells of a chunk, on threads of our own with one torch thread each: torch's parallel calls would need a
+    barrier after each call of a tile."""
 
-    Threads of our own need no barrier between the calls of a tile.
-    """
-
-    def __init__(self, kind: str, threads: int | None) -> None:
-        if kind not in ("threads", "omp"):
-            raise ValueError(f'got engine={kind!r}: expected "threads" or "omp"')
+    def __init__(self, threads: int | None) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"got threads={threads}: expected at least 1")
         here = torch.get_num_threads()
-        self._threads = 1 if kind == "omp" else threads or here
-        self._pool = None if kind == "omp" or self._threads == here == 1 else _make_pool(self._threads)
-        self._idle = deque(_Worker(here if kind == "omp" else 1) for _ in range(self._threads))
+        self._threads = threads or here
+        self._pool = None if self._threads == here == 1 else _make_pool(self._threads)
+        self._idle = deque(_Worker() for _ in range(self._threads))
 
     def choose_cell(self, length: int, rule: Rule) -> int:
         """How many elements of a chunk of `length` a thread takes at a time."""

@@ -101,7 +101,8 @@ def _build(spec: Spec, kind: Kind) -> Any:
     except ValueError as error:
         if isinstance(error, SpecError):
             raise
-        raise SpecError(f"{spec.name}: {error}", spec.text, spec.at) from error
+        at = spec.spots.get(str(error).partition(" ")[0], spec.at)  # a message that begins with an argument is about it
+        raise SpecError(f"{spec.name}: {error}", spec.text, at) from error
     if kind == "reducer" and _ELSEWHERE not in canonical:
         built = _reducers.setdefault((factory, canonical), built._replace(spec=canonical))
     return built

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.methods.hybrid.factors import choose_sizes
+from unisono.methods.hybrid.axes import choose_sizes
 from unisono.predict.footprint.facts import MeshShare, find_facts, format_error, trace_step
 from unisono.predict.footprint.formula import StepMemory
 from unisono.predict.footprint.memory_report import Comparison, MemoryReport, find_capacity

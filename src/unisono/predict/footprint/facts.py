@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.methods.hybrid import tensor_plan
-from unisono.methods.hybrid.schedules import AHEAD, check_schedule
+from unisono.methods.hybrid.pipeline import AHEAD, check_schedule
 from unisono.methods.strategies.zero.units import Unit, unit_bytes_for, units_by_module, units_by_size
 from unisono.predict.costs.pipelines import count_under_way
 from unisono.predict.footprint.formula import DEFAULTS, ModelFacts, StepMemory, UnitSizes

@@ -37,7 +37,7 @@ from unisono.methods.reducer import Reducer, kept_bytes
 from unisono.methods.strategies.shared.step import OWN_TILE_BYTES
 from unisono.methods.strategies.zero import zero
 from unisono.methods.strategies.zero.gather import UNITS_GATHERED
-from unisono.methods.strategies.zero.placement import MOMENTS
+from unisono.methods.strategies.zero.offloading import MOMENTS
 from unisono.methods.strategies.zero.reduce import LINES_IN_FLIGHT
 from unisono.methods.strategies.zero.replica import DTYPES
 from unisono.methods.strategy import Keeps

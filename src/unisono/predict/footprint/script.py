@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.methods.hybrid import Mesh
-from unisono.methods.hybrid.factors import AXES, choose_sizes
+from unisono.methods.hybrid.axes import AXES, choose_sizes
 from unisono.methods.strategy import Replica, Strategy, binding
 from unisono.predict.footprint.facts import MeshShare, estimate_from, find_facts, format_error
 from unisono.predict.footprint.memory_report import MemoryReport, find_capacity

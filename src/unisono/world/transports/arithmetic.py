@@ -167,11 +167,17 @@ class SpareCores:
         count = max(0, min(_MOST_THREADS, free, len(items) // _LEAST_ITEMS))
         self._queues += [SerialQueue("unisono spare core", moves=True) for _ in range(len(self._queues), count)]
         handles = [queue.submit(work) for queue in self._queues[:count]]
+        errors = []
         try:
             work()
         finally:
-            for handle in handles:
-                handle.wait()
+            for handle in handles:  # all have stopped before an error goes on: they write to the caller's memory
+                try:
+                    handle.wait()
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """End the threads."""

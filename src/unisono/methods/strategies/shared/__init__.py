@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reducer
+from unisono.methods.strategies.shared.lines import check_optimizer
 from unisono.methods.strategies.shared.replica import SharedReplica
-from unisono.methods.strategies.shared.state import check_optimizer
 from unisono.methods.strategy import Accumulate, Buffers, Keeps, Pattern, Replica, Strategy
 from unisono.methods.strategy.mistakes import refuse_common_memory
 from unisono.world import World

@@ -13,15 +13,19 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from unisono.methods.buckets import BUCKET_BYTES, Bucket, on_device
 from unisono.methods.exchange.overlap import layout_of, mean_of_sparse, sparse_values
+from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.exchange.windows import BackwardWatcher, TrainableParameters, Window
+from unisono.methods.reducer import Reducer
 from unisono.methods.strategies._host_memory import HostMemory
-from unisono.methods.strategies.shared.crossing import Crossing
 from unisono.methods.strategies.shared.gradients import Place
 from unisono.methods.strategies.shared.lines import Line, Piece, cut_tiles
 from unisono.world import World
@@ -50,8 +54,7 @@ class Backward(BackwardWatcher):
         super().__init__(world, accumulate=accumulate, advance=advance)
         self.lines, self.sparse, self.memory = list(lines), list(sparse), memory
         self._share_buffers, self.crossing = share_buffers, crossing
-        touch = weakref.WeakMethod(self._touch)
-        note = partial(_call, touch)
+        note = partial(_touch, weakref.ref(self))
         self.places = [Place(line, slot, memory.rank, note) for line in lines for slot in range(len(line.params))]
         self._by_name = {place.name: place for place in self.places}
         self._parameters = TrainableParameters(named)
@@ -62,9 +65,6 @@ class Backward(BackwardWatcher):
         self.takes_means = crossing is not None
         self.parts: list[list[Piece]] = []  # of each line, what this rank reduces and steps
         self.watch((*named, *sparse))
-
-    def _touch(self) -> None:
-        self._was_touched = True
 
     # During backward ----------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Backward(BackwardWatcher):
         trainable = [place for place in self.places if place.param.requires_grad]
         used: list[int] = [(place.fired and not place.is_zero) or place.fill() for place in trainable]
         used += [layout_of(p.grad) for _, p in self.sparse]
-        fell = False if self.crossing is None else self.crossing.learning_rate_fell()
+        fell = False if self.crossing is None else self.crossing.reduction.learning_rate_fell()
         flags = torch.tensor([*used, self._was_touched, fell], dtype=torch.uint8)
         every = self.memory.every
         every.all_reduce(flags, "max", tag="used").wait()
@@ -134,7 +134,7 @@ class Backward(BackwardWatcher):
             if layout and param.requires_grad:
                 mean_of_sparse(param, layout, every, f"gradients/{name}")
         if self.crossing is not None:
-            self.crossing.set_decayed(bool(decayed))
+            self.crossing.reduction.set_decayed(bool(decayed))
         if self.takes_means:
             self._take_means()
         if self.crossing is not None:
@@ -207,7 +207,111 @@ class Backward(BackwardWatcher):
                 place.param.grad = None
 
 
-def _call(method: weakref.WeakMethod[Any]) -> None:
-    call = method()
-    if call is not None:
-        call()
+def _touch(backward: weakref.ref[Backward]) -> None:
+    """The program looks at a gradient."""
+    if (alive := backward()) is not None:
+        alive._was_touched = True
+
+
+# Between hosts -------------------------------------------------------------------------------------------------------
+
+
+class Crossing:
+    """This rank's part, on its way between hosts: the r-th rank of every host exchanges the r-th part of the gradients
+    with those of the others. So each byte crosses the network once a host, whatever the number of its workers, and all
+    of them send. Inside a host nothing is left to be sent: the mean of a part is written where all its ranks read it.
+
+    place: which part is mine, and how many there are: as many as the host with the fewest ranks has. A rank that comes
+    after them has none.
+    """
+
+    def __init__(self, world: World, reducer: Reducer, optimizer: Optimizer) -> None:
+        hosts = list(dict.fromkeys(world.hosts))
+        by_host = [[r for r in range(world.size) if world.hosts[r] == host] for host in hosts]
+        count = min(map(len, by_host))
+        groups = [[ranks[k] for ranks in by_host] for k in range(count)]
+        groups += [[r] for ranks in by_host for r in ranks[count:]]
+        self._world = world.split(groups, inline=True)
+        self.place = (world.local_rank, count)
+        self._weight = world.local_size * len(hosts) / world.size  # hosts differ in size: theirs in the mean
+        self._owners: dict[Tensor, Tensor] = {}  # of each piece, the parameter
+        self.reduction = Reduction(reducer, optimizer, lambda _: None, "gradients", self._owners)
+        self._buckets: list[tuple[Bucket, int, list[Piece]]] = []  # with the number of their line
+
+    def set_pieces(self, lines: Sequence[Line], parts: Sequence[Sequence[Piece]]) -> None:
+        """Exchange these pieces from now on."""
+        self._buckets = []
+        self._owners.clear()
+        for number, (line, pieces) in enumerate(zip(lines, parts, strict=True)):
+            cut = [one for piece in pieces for one in _split_rows(line, piece)]
+            for some in _group(cut, BUCKET_BYTES // line.dtype.itemsize):
+                named = [(f"{line.names[p.slot]}{line.span(p)}", _shape(line, p)) for p in some]
+                bucket = Bucket(len(self._buckets), named, partial(on_device, torch.device("cpu")))
+                self._owners |= dict(zip(bucket.params, [line.params[piece.slot] for piece in some], strict=True))
+                self._buckets.append((bucket, number, some))
+        self.reduction.set_buckets([bucket for bucket, _, _ in self._buckets])
+
+    def exchange(self, lines: Sequence[Line]) -> None:
+        """Replace the means of my host by those over all hosts."""
+        if self._world.size == 1:
+            return
+        for bucket, number, pieces in self._buckets:
+            mean = lines[number].gradients[0]
+            for view, (_, start, stop) in zip(bucket.tensors, pieces, strict=True):
+                torch.mul(mean[start:stop], self._weight, out=view.view(-1))
+            self.reduction.begin(bucket, self._world)
+            self.reduction.drain()
+            for view, (_, start, stop) in zip(bucket.tensors, pieces, strict=True):
+                mean[start:stop].copy_(view.view(-1))
+
+    def end_window(self, every: World, others: Sequence[Tensor]) -> None:
+        """All means are there: what is still to be sent stays as it was on all ranks if a number of any part, or of
+        `others`, is not finite."""
+        overflow = torch.zeros((), dtype=torch.uint8)
+        if self.reduction.keeps:
+            overflow.copy_(self.reduction.find_overflow(others).isnan())
+            every.all_reduce(overflow, "max", tag="overflow").wait()
+        self.reduction.end_window(void=bool(overflow))
+
+    def close(self) -> None:
+        """Close the world between hosts."""
+        self._world.close()
+
+
+def _group(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
+    """Group pieces that travel together, of about `most` elements in all."""
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if room <= 0:
+            groups.append([])
+            room = most
+        groups[-1].append(piece)
+        room -= piece.stop - piece.start
+    return groups
+
+
+def _find_rows(line: Line, slot: int) -> int:
+    """Elements in a row of a parameter that is a matrix; 0 for any other."""
+    param = line.params[slot]
+    return param.numel() // param.shape[0] if param.dim() > 1 and param.is_contiguous() else 0
+
+
+def _split_rows(line: Line, piece: Piece) -> list[Piece]:
+    """Whole rows by themselves, and what lies before and behind them: reducers look for matrices."""
+    first, row = line.bounds(piece.slot)[0], _find_rows(line, piece.slot)
+    if not row:
+        return [piece]
+    low = first + -(-(piece.start - first) // row) * row
+    high = first + (piece.stop - first) // row * row
+    borders = [piece.start, low, high, piece.stop] if low < high else [piece.start, piece.stop]
+    return [Piece(piece.slot, a, b) for a, b in pairwise(borders) if a < b]
+
+
+def _shape(line: Line, piece: Piece) -> Tensor:
+    """A tensor of the shape of a piece, without memory: a matrix where it is in whole rows."""
+    param, count = line.params[piece.slot], piece.stop - piece.start
+    row, first = _find_rows(line, piece.slot), line.bounds(piece.slot)[0]
+    is_matrix = row and (piece.start - first) % row == 0 and count % row == 0
+    shape = (count // row, *param.shape[1:]) if is_matrix else (count,)
+    return torch.zeros((), dtype=param.dtype).expand(shape)

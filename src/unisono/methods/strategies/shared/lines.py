@@ -1,15 +1,32 @@
-"""Parameters of one dtype in one line of the host's memory, the ranks' gradients beside it, and who steps what."""
+"""What lies in the host's memory: parameters of one dtype in one line, the ranks' gradients beside it, the optimizer's
+state; and who steps what (`Line.pieces`).
+
+`optimizer.state[p]` holds views of lines that all ranks map, in the parameters' shapes, whole for every program that
+looks at it, and values of its own for what is kept once a parameter (the count of steps). Each rank writes the part
+that it steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from unisono.methods.buckets import FlatLayout, alignment
+from unisono.methods.offload.optimizers import (
+    GroupStep,
+    OwnRule,
+    Rule,
+    Scalars,
+    find_need_of_whole,
+    make_rule,
+    read_settings,
+)
 from unisono.methods.strategies._host_memory import HostMemory, cut
 
 
@@ -50,6 +67,11 @@ class Line:
         start = self._layout.starts[slot]
         return start, start + self._layout.lengths[slot]
 
+    def span(self, piece: Piece) -> str:
+        """Which elements of its parameter a piece has, in words: "[0:16]"."""
+        first = self._layout.starts[piece.slot]
+        return f"[{piece.start - first}:{piece.stop - first}]"
+
     def pieces(self, rank: int, parts: int, slots: Container[int] | None = None) -> list[Piece]:
         """What is the part of `rank`, of so many: an equal share of the elements of some parameters (None: of those
         that are trainable)."""
@@ -73,3 +95,181 @@ def group_lines(named: Sequence[tuple[str, Parameter]], memory: HostMemory) -> l
     for name, param in named:
         kinds.setdefault(param.dtype, []).append((name, param))
     return [Line(some, memory) for some in kinds.values()]
+
+
+# The optimizer's state -----------------------------------------------------------------------------------------------
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs whole parameters; one that torch does not bring is tried on a small matrix."""
+    if reason := find_need_of_whole(optimizer):
+        raise ValueError(
+            f"shared lets every worker step a part of each parameter, and {type(optimizer).__name__} cannot step a "
+            f"part of one: {reason}. Use an optimizer that steps every element by itself (SGD, AdamW, ...), or the "
+            "allreduce strategy"
+        )
+    for group in optimizer.param_groups:
+        choose_rule(optimizer, group).find_state(read_settings(group))
+
+
+def choose_rule(optimizer: Optimizer, group: Mapping[str, Any], *, is_real: bool = True) -> Rule:
+    """torch's fused kernel where it has one and the program does not ask for another form; else the optimizer's own
+    step."""
+    rule = make_rule(optimizer)
+    if rule.has_kernel and (group.get("fused") is False or group.get("foreach") or not is_real):
+        return OwnRule(optimizer)
+    return rule
+
+
+@dataclass(eq=False)
+class StepCount:
+    """What the optimizer keeps once for a parameter, such as its count of steps; parameters that have always been
+    stepped together share one. None: they have not been stepped."""
+
+    scalars: Scalars | None = None
+
+
+@dataclass(eq=False)
+class ParameterState:
+    """A parameter of the optimizer, and its state as the last step left it: the optimizer's own dict, and the lines in
+    that dict. None: it has not been stepped."""
+
+    param: Parameter
+    line: Line
+    slot: int
+    count: StepCount
+    state: dict[str, Any] | None = None
+    lines: dict[str, Tensor] = field(default_factory=dict)
+
+    def is_as_left(self, state: dict[str, Any]) -> bool:
+        """Whether the optimizer still has the state that the last step left."""
+        return state is self.state and all(state.get(key) is view for key, view in self.lines.items())
+
+
+class HostState:
+    """The lines of state in the host's memory, and which parameters have been stepped equally often."""
+
+    def __init__(self, optimizer: Optimizer, lines: Sequence[Line], memory: HostMemory) -> None:
+        self.optimizer, self._memory = optimizer, memory
+        self._state: dict[tuple[Line, str], tuple[Tensor, list[Tensor]]] = {}
+        self._fresh = StepCount()
+        places = [(p, line, slot) for line in lines for slot, p in enumerate(line.params)]
+        self._known = {  # by the parameter's id: a tensor's hash is slow
+            id(p): ParameterState(p, line, slot, self._fresh) for p, line, slot in places
+        }
+        self._order: list[list[int]] = []  # the parameters of each group, as they were found
+        self._groups: list[list[ParameterState]] = []
+        self._rules: dict[tuple[bool, bool], Rule] = {}
+        self.allocate()
+
+    def groups(self) -> list[tuple[dict[str, Any], list[ParameterState]]]:
+        """The optimizer's groups, and what of their parameters lies in the host's memory."""
+        order = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        if order != self._order:
+            self._order = order
+            self._groups = [[self._known[i] for i in ids if i in self._known] for ids in order]
+        return list(zip(self.optimizer.param_groups, self._groups, strict=True))
+
+    def rule(self, group: Mapping[str, Any], line: Line) -> Rule:
+        """The rule by which a group's parameters in a line are stepped."""
+        own = group.get("fused") is False or bool(group.get("foreach"))
+        key = (own, line.dtype.is_floating_point)
+        if key not in self._rules:
+            self._rules[key] = choose_rule(self.optimizer, group, is_real=line.dtype.is_floating_point)
+        return self._rules[key]
+
+    def allocate(self) -> None:
+        """Have memory for all that the optimizer keeps, with its settings as they are; every rank of a host asks alike.
+        What it holds already moves there, from the host's first rank."""
+        for group, some in self.groups():
+            for line in dict.fromkeys(one.line for one in some):
+                for key in self.rule(group, line).find_state(read_settings(group)).lines:
+                    if (line, key) not in self._state:
+                        memory = self._memory.line(line.numel, line.dtype)
+                        self._state[line, key] = memory, line.view(memory)
+        if self._memory.rank == 0:
+            self.adopt(write=True)
+        self._memory.meet("the optimizer's state")
+        self.adopt(write=False)
+
+    # Steps --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def adopt(self, *, write: bool = True) -> None:
+        """Take what the program has put into the optimizer since (`load_state_dict`, a state that was cleared)."""
+        counts: dict[Any, StepCount] = {}
+        for group, some in self.groups():
+            for one in some:
+                state = self.optimizer.state.get(one.param)
+                if not state:
+                    self._forget(one)
+                elif not one.is_as_left(state):
+                    self._adopt(one, state, group, counts, write)
+
+    def _forget(self, one: ParameterState) -> None:
+        one.state, one.lines, one.count = None, {}, self._fresh
+
+    def _adopt(
+        self,
+        one: ParameterState,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        counts: dict[Any, StepCount],
+        write: bool,
+    ) -> None:
+        rule, settings = self.rule(group, one.line), read_settings(group)
+        keys = rule.find_state(settings).lines
+        if any(state.get(key) is None for key in keys):  # as that of SGD without momentum, when it gets some
+            self._forget(one)
+            return
+        lines = self._views(one, keys)
+        for key, view in lines.items():
+            if write and state[key] is not view:
+                view.copy_(state[key])
+            state[key] = view
+        scalars = rule.read_scalars({k: v for k, v in state.items() if k not in lines and v is not None})
+        same = (id(group), *((k, str(_describe(v))) for k, v in sorted(scalars.items())))
+        one.state, one.lines, one.count = state, lines, counts.setdefault(same, StepCount(scalars))
+
+    def _views(self, one: ParameterState, keys: Iterable[str]) -> dict[str, Tensor]:
+        return {key: self._state[one.line, key][1][one.slot] for key in keys}
+
+    def tiles(self, line: Line, keys: Iterable[str], start: int, stop: int) -> list[Tensor]:
+        """The state of elements [start, stop) of a line of parameters: a tensor for each key."""
+        return [self._state[line, key][0][start:stop] for key in keys]
+
+    def has_room(self, line: Line, keys: Iterable[str]) -> bool:
+        """Whether all these lines of state have memory."""
+        return all((line, key) in self._state for key in keys)
+
+    def advance(self, some: Sequence[ParameterState], step: GroupStep) -> None:
+        """Parameters have taken a step: show its state in the optimizer."""
+        count, scalars = StepCount(step.after), step.after
+        for one in some:
+            state = one.state
+            if state is None or one.lines.keys() != step.lines.keys():
+                state = one.state = self.optimizer.state[one.param]
+                one.lines = self._views(one, step.lines)
+                state.update(one.lines)
+            one.count = count
+            for key, value in scalars.items():
+                there = state.get(key)
+                if isinstance(value, Tensor) and isinstance(there, Tensor) and there.shape == value.shape:
+                    there.copy_(value)
+                else:
+                    state[key] = value.clone() if isinstance(value, Tensor) else value
+
+    # The end ------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Copy the optimizer's state out of the host's memory: every rank has its own from now on."""
+        for one in self._known.values():
+            state = self.optimizer.state.get(one.param, {})
+            for key, view in one.lines.items():
+                if state.get(key) is view:
+                    state[key] = view.clone(memory_format=torch.preserve_format)
+            self._forget(one)
+
+
+def _describe(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value

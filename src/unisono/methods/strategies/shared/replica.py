@@ -16,10 +16,8 @@ from unisono.methods.exchange.reduction import check_real
 from unisono.methods.exchange.windows import count_windows
 from unisono.methods.reducers.dense import dense
 from unisono.methods.strategies._host_memory import HostMemory, Placed, Writes, move_in, move_out
-from unisono.methods.strategies.shared.backward import Backward
-from unisono.methods.strategies.shared.crossing import Crossing
-from unisono.methods.strategies.shared.lines import Line, Piece, group_lines
-from unisono.methods.strategies.shared.state import HostState
+from unisono.methods.strategies.shared.backward import Backward, Crossing
+from unisono.methods.strategies.shared.lines import HostState, Line, Piece, group_lines
 from unisono.methods.strategies.shared.step import HostStep
 from unisono.methods.strategy import Change, Replica, Residual
 from unisono.methods.strategy.mistakes import GradientProbe

@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from unisono.methods.offload.optimizers import GroupStep, Settings, read_settings
 from unisono.methods.strategies._host_memory import HostMemory, describe_settings
 from unisono.methods.strategies.shared.gradients import Mean, Place, do_changes
-from unisono.methods.strategies.shared.lines import Line, Piece, cut_tiles
-from unisono.methods.strategies.shared.state import HostState, ParameterState, StepCount
+from unisono.methods.strategies.shared.lines import HostState, Line, ParameterState, Piece, StepCount, cut_tiles
 from unisono.world.transports.arithmetic import combine
 
 TILE_BYTES = 512 << 10  # of parameters, at a time: with gradient and state it stays in the cache

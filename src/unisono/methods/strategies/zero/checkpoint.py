@@ -1,4 +1,5 @@
-"""Checkpoints of split parameters: each rank saves and loads its own elements."""
+"""Checkpoints of split parameters: each rank saves and loads its own elements; and units that are put together again,
+to be split anew over the ranks of another world."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from unisono.methods.model_copies import add_hook
 from unisono.methods.strategies.zero.hooks import ModelHook
@@ -18,6 +18,9 @@ from unisono.methods.strategies.zero.optimizer_shards import OptimizerShards, as
 from unisono.methods.strategies.zero.units import Unit
 from unisono.methods.strategies.zero.values import Values
 from unisono.training.checkpoint.slices import Piece, Stored
+from unisono.world import World
+
+Holder = tuple[int, int]  # of the shards of one former rank: a rank, and 0 for its own or 1 for the copy that it keeps
 
 
 def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
@@ -90,14 +93,6 @@ def load_whole(value: Any) -> Any:
     return value
 
 
-def collect_optimizer_pieces(shards: OptimizerShards, offload: Offloading | None) -> dict[str, Any]:
-    """Collect the optimizer's state, with a Piece for each tensor that is split."""
-    state = shards.pieces()
-    if offload is not None:
-        state["state"] = offload.state_pieces()
-    return state
-
-
 def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, offload: Offloading | None) -> None:
     """Load saved state."""
     if not units:
@@ -110,7 +105,7 @@ def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, o
 
 
 @torch.no_grad()
-def take_written(unit: Unit, offload: Offloading | None, before: Sequence[Tensor] | None) -> None:
+def take_written(offload: Offloading | None, unit: Unit, before: Sequence[Tensor] | None) -> None:
     """Take the elements of a unit's whole values that the program has changed into my shards. The others keep what
     they have beyond the precision that computes.
 
@@ -147,7 +142,7 @@ class WholeStateDict:
         self._on_load = on_load
         self._model, self._units, self._values, self._offload = model, list(units), values, offload
         self._paused = False
-        add = add_hook if values.always_here else _add_model_hook
+        add = add_hook if values.always_here else lambda register, call: register(ModelHook(call))
         self._hooks = [
             add(model.register_state_dict_pre_hook, lambda *_: self._gather()),
             add(model.register_state_dict_post_hook, lambda *given: self._copy(*given)),
@@ -262,5 +257,33 @@ class WholeOptimizerState:
             hook.remove()
 
 
-def _add_model_hook(register: Callable[..., RemovableHandle], call: Callable[..., Any]) -> RemovableHandle:
-    return register(ModelHook(call))
+# Whole again ---------------------------------------------------------------------------------------------------------
+
+
+def join_units(
+    units: Sequence[Unit], shards: OptimizerShards, world: World, order: Sequence[Holder]
+) -> tuple[dict[Tensor, Tensor], dict[Tensor, dict[str, Any]]]:
+    """Gather the values and the optimizer's state of whole parameters from those who hold the shards, in `order`.
+
+    A rank that is not among them has `units` of the same layout, and nothing in them.
+    """
+    gives = [which for which in (0, 1) if (world.rank, which) in order]
+
+    def given(unit: Unit) -> list[Unit]:
+        return [unit.held[which] for which in gives]
+
+    def join_shards(lines: list[Tensor], empty: Tensor) -> Tensor:
+        found = world.all_gather(torch.cat([empty, *lines]), tag="restore").wait()
+        # A rank that gave both gave its own before the copy.
+        both = {r: found[r].chunk(2) if (r, 1 - which) in order else (found[r],) * 2 for r, which in order}
+        return torch.cat([both[r][which] for r, which in order])
+
+    states = shards.join([unit for unit in units if unit.trainable], given, world, join_shards)
+    values: dict[Tensor, Tensor] = {}
+    for unit in units:
+        dtype = unit.master_dtype if unit.trainable else unit.dtype
+        empty = torch.empty(0, dtype=dtype, device=unit.params[0].device)
+        full = join_shards([one.master if unit.trainable else one.shard for one in given(unit)], empty)
+        views = zip(unit.params, unit.views(full), strict=True)
+        values |= {param: view.to(unit.original_dtype, copy=True) for param, view in views}
+    return values, states

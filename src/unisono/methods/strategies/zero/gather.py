@@ -5,8 +5,8 @@
    unit is let go when all its gradients are there, a frozen one when the gradient has left the module;
 3. the model's own unit stays from the beginning of forward to the end of backward;
 4. anywhere else (a part of the module is called alone, its `forward` itself, an average of parameters): whatever uses
-   a parameter has its unit gathered first (see `on_use`). The last few such units stay. What the program has written
-   to them goes into the shards when they are let go.
+   a parameter has its unit gathered first (`values.Watched`). The last few such units stay. What the program has
+   written to them goes into the shards when they are let go.
 
 What autograd keeps of a parameter is kept as a place in its unit, and gathered when it is needed. Each gathering has
 memory of its own: a view that someone still holds (a graph of second derivatives, say) stays as it is.
@@ -28,9 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.background import Handle, SerialQueue
 from unisono.methods.strategies.zero.hooks import ModelHook
-from unisono.methods.strategies.zero.on_use import Watched, name_function
 from unisono.methods.strategies.zero.units import Unit
-from unisono.methods.strategies.zero.values import Values
+from unisono.methods.strategies.zero.values import Values, Watched, name_function
 from unisono.world import Mismatch, PeerLost, World
 
 UNITS_GATHERED = 2  # at most, beside the model's own: the one at work, and the one that comes next
@@ -78,14 +77,15 @@ class GatheredValues(Values):
         for unit in self.units:
             self._of.setdefault(unit.owner or model, []).append(unit)
         self._of.setdefault(model, [])
-        me = weakref.ref(self)
         self._watched = Watched(self.units, weakref.WeakMethod(self.use))
         self._nothing = {unit: [_stand_in(param) for param in unit.params] for unit in self.units}
         self._hooks: list[Any] = []
+        # torch.compile does not look into these.
+        before, after = (ModelHook(torch._dynamo.disable(_weakly(x))) for x in (self.before, self.after))
         for module in self._of:
             self._hooks += [
-                module.register_forward_pre_hook(_before_hook(me), prepend=True, with_kwargs=True),
-                module.register_forward_hook(_after_hook(me), with_kwargs=False, always_call=True),
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=False, always_call=True),
             ]
         for unit in self.units:
             self.release(unit)
@@ -231,7 +231,7 @@ class GatheredValues(Values):
 
     # Forward ---------------------------------------------------------------------------------------------
 
-    def before(self, module: nn.Module, inputs: Any) -> None:
+    def before(self, module: nn.Module, *inputs: Any) -> None:
         """A module is about to run. A shallow copy of one has its hooks as well; its parameters come on use."""
         if module not in self._of:
             return
@@ -248,8 +248,8 @@ class GatheredValues(Values):
         if torch.is_grad_enabled() and not in_backward and any(not unit.trainable for unit in self._of[module]):
             given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf]
             if given and module is not self.model:
-                me = weakref.ref(self)
-                torch.autograd.graph.register_multi_grad_hook(given, _end_hook(me, module), mode="all")
+                end = _weakly(self.after_backward, module)
+                torch.autograd.graph.register_multi_grad_hook(given, end, mode="all")
         self._pushed[-1] = self._push()
 
     def _look_ahead(self, module: nn.Module, direction: int) -> None:
@@ -261,7 +261,7 @@ class GatheredValues(Values):
                     if self._lane is not None and unit not in self._there:
                         self._start(unit)
 
-    def after(self, module: nn.Module, output: Any) -> None:
+    def after(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         """A module has run, or failed."""
         if module not in self._of:
             return
@@ -274,9 +274,8 @@ class GatheredValues(Values):
         if torch._C._current_graph_task_id() != -1:
             return
         if made and torch.is_grad_enabled():
-            me = weakref.ref(self)
             for x in made:
-                x.register_hook(_gradient_hook(me, module))
+                x.register_hook(_weakly(self.before_backward, module))
         stays = bool(made) and (module is self.model or (self._known and module is self._order[-1]))
         self._known |= module is self.model
         if not stays and not self._uses[module]:
@@ -303,7 +302,7 @@ class GatheredValues(Values):
 
     # Backward --------------------------------------------------------------------------------------------
 
-    def before_backward(self, module: nn.Module) -> None:
+    def before_backward(self, module: nn.Module, _gradient: Tensor) -> None:
         """A gradient has reached what the module gave."""
         self._watch_end()
         for unit in self._of[module]:
@@ -318,7 +317,7 @@ class GatheredValues(Values):
             self._task = task
             Variable._execution_engine.queue_callback(self._end)
 
-    def after_backward(self, module: nn.Module) -> None:
+    def after_backward(self, module: nn.Module, _gradients: Any) -> None:
         """The gradient has left the module: what does not learn is done."""
         if not self._uses[module]:
             for unit in self._of[module]:
@@ -372,42 +371,13 @@ def _is_inside(x: Tensor, unit: Unit) -> bool:
     return storage is not None and storage.nbytes() > 0 and storage.data_ptr() == unit.full.untyped_storage().data_ptr()
 
 
-# Hooks that keep nothing alive, and that torch.compile does not look into --------------------------------------
+def _weakly(method: Callable[..., None], *given: Any) -> Callable[..., None]:
+    """A hook that keeps nothing alive: calls a method with what is given here, then what the hook gets."""
+    found = weakref.WeakMethod(method)
 
-
-def _before_hook(me: weakref.ref[GatheredValues]) -> Any:
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        values = me()
-        if values is not None:
-            values.before(module, (args, kwargs))
-
-    return ModelHook(hook)
-
-
-def _after_hook(me: weakref.ref[GatheredValues]) -> Any:
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        values = me()
-        if values is not None:
-            values.after(module, output)
-
-    return ModelHook(hook)
-
-
-def _gradient_hook(me: weakref.ref[GatheredValues], module: nn.Module) -> Any:
-    def hook(gradient: Tensor) -> None:
-        values = me()
-        if values is not None:
-            values.before_backward(module)
-
-    return hook
-
-
-def _end_hook(me: weakref.ref[GatheredValues], module: nn.Module) -> Any:
-    def hook(gradients: Any) -> None:
-        values = me()
-        if values is not None:
-            values.after_backward(module)
+    def hook(*got: Any) -> None:
+        call = found()
+        if call is not None:
+            call(*given, *got)
 
     return hook

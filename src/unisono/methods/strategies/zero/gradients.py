@@ -251,12 +251,6 @@ class ShardedGradients:
                 elif unit.steps_here and one.gradient is not None:
                     leaf.grad = one.gradient[part.at : part.at + part.length]
 
-    def show_used(self) -> None:
-        """Let the optimizer see the gradients that any rank had."""
-        for unit in self.units:
-            first = self.first[unit]
-            self.show_to_optimizer(unit, self.used[first : first + len(unit.params)])
-
     def drop_cleared(self) -> None:
         """A parameter whose `p.grad` was taken away after backward is not stepped."""
         for number, (unit, slot) in enumerate(self.places):

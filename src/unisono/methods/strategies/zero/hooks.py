@@ -1,4 +1,6 @@
-"""Hooks on a model whose ranks hold it together: those of a copy do nothing, and pickling it is refused in words."""
+"""Hooks on a model whose ranks hold it together: those of a copy do nothing, and pickling it is refused in words.
+
+A pickled copy names `_do_nothing` by its path: it stays in this module."""
 
 from __future__ import annotations
 

@@ -5,25 +5,43 @@ ZeRO-Offload: Ren et al., 2021, arXiv:2101.06840. ZeRO-Infinity: Rajbhandari et 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.launchers.runtime.machine import give_back_freed_memory
-from unisono.methods.offload.blocks import Shard
-from unisono.methods.offload.disk import Disk
-from unisono.methods.offload.host_shards import HostShards
+from unisono.launchers.runtime.machine import available_bytes, give_back_freed_memory
+from unisono.methods.offload.blocks import Block, Run, Shard
+from unisono.methods.offload.device import STAGING_BUFFERS
+from unisono.methods.offload.disk import Disk, DiskError, map_file
 from unisono.methods.offload.pipeline import Pipeline
+from unisono.methods.offload.plan import resident_units, staged_share
+from unisono.methods.offload.stepper import HostShards, disk_bytes
 from unisono.methods.strategies.zero.optimizer_shards import as_stored, read_part
-from unisono.methods.strategies.zero.placement import Placement, Positions
 from unisono.methods.strategies.zero.units import Part, Unit
 from unisono.training.checkpoint.slices import Piece, Stored
+from unisono.units import parse_size, show_size
 
 if TYPE_CHECKING:
     from unisono.methods.strategies.zero import zero
+
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_USABLE = 0.97  # of the device's memory that was allowed: what is freed is not always in one piece
+
+
+class Position(NamedTuple):
+    """Where a parameter stands in the optimizer."""
+
+    group: int
+    number: int  # through all groups
+
+
+Positions = Mapping[str, Position]  # by the parameter's name
 
 
 class Offloading:
@@ -49,7 +67,6 @@ class Offloading:
         self._host_shards: HostShards | None = None  # the engine, while units are added to it
         self._disk: Disk | None = None
         self._steps = 0
-        self._in_step = False  # by now it is known what memory a step takes
         self._offered: set[Unit] = set()  # units whose gradient waits for the step
         if "disk" in self.placement.homes:
             give_back_freed_memory()
@@ -77,7 +94,8 @@ class Offloading:
             self._engine = self._build()
         return self._engine
 
-    def _build(self) -> Pipeline | HostShards:
+    def _build(self, *, measured: bool = False) -> Pipeline | HostShards:
+        """`measured`: by now it is known what memory a step takes."""
         on = self.strategy.params_on
         engine: Pipeline | HostShards
         if on == "disk":
@@ -88,7 +106,7 @@ class Offloading:
                 engine.add(self._shard(unit))
                 unit.master = unit.shard  # what the engine has taken over
         else:
-            engine = self._make_pipeline()
+            engine = self._make_pipeline(measured=measured)
         engine.steps = self._steps
         return engine
 
@@ -97,9 +115,9 @@ class Offloading:
         keep = self.strategy.params_on == "cpu"
         return HostShards(self.optimizer, moments=self.placement.moments, disk=self._disk, keep=keep)
 
-    def _make_pipeline(self) -> Pipeline:
+    def _make_pipeline(self, *, measured: bool) -> Pipeline:
         if self.strategy.device_memory is not None:
-            self.placement.use_device_memory(measured=self._in_step)
+            self.placement.use_device_memory(measured=measured)
         shards = [self._shard(unit) for unit in self.units]
         for unit in self.units:
             unit.master = unit.shard  # the engine takes them over, one after the other
@@ -135,8 +153,9 @@ class Offloading:
                 "host: give the strategy accumulate=2 (passes a step), or run all but the last in replica.no_sync(); "
                 "with activation checkpointing use use_reentrant=False"
             )
-        self._in_step = True
-        self.engine.offer(self._at[unit], unit.gradient, replace=True)
+        if self._engine is None:
+            self._engine = self._build(measured=True)
+        self._engine.offer(self._at[unit], unit.gradient, replace=True)
         self._offered.add(unit)
         unit.gradient = None
 
@@ -227,7 +246,7 @@ class Offloading:
             state = self.state(unit)
             lines = [name for name in state.names() if name != "master"]
             for i, part in enumerate(unit.parts):
-                scalars = state.scalars(part.at) if unit.names[part.slot] in self._positions else None
+                scalars = state.scalars(part.at)
                 if scalars is not None:
                     own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
                     yield unit, i, part, lines, own
@@ -250,12 +269,8 @@ class Offloading:
             state = self.state(unit)
             names = state.names()
             for part in unit.parts:
-                position = self._positions.get(unit.names[part.slot])
-                if position is None:
-                    continue
                 span = {"start": part.at, "stop": part.at + part.length}
-                given = saved.get(position.number)
-                if given:
+                if given := saved.get(self._positions[unit.names[part.slot]].number):
                     state.load({key: _read(x, unit, part, line=key in names) for key, x in given.items()}, **span)
                 else:
                     state.reset(**span)
@@ -266,3 +281,117 @@ def _read(value: Any, unit: Unit, part: Part, *, line: bool) -> Any:
     if not isinstance(value, (Stored, Tensor)):
         return value
     return read_part(value, part, unit.master_dtype) if line else as_stored(value).full()
+
+
+class Placement:
+    """Chooses, for each unit, whether its state is on the host, on disk or, where there is room, on the device."""
+
+    def __init__(
+        self, optimizer: Optimizer, units: Sequence[Unit], positions: Positions, strategy: zero, device: torch.device
+    ) -> None:
+        self._optimizer, self._units, self._positions = optimizer, units, positions
+        self._strategy, self._device = strategy, device
+        self.moments = MOMENTS[strategy.moments]
+        self.homes = self.choose_homes()
+        self.resident: frozenset[int] = frozenset()
+        self._check_room(self._most_on_device())
+
+    def runs(self, unit: Unit) -> list[Run]:
+        """The elements of my shard by the optimizer's groups."""
+        groups = [self._positions[unit.names[part.slot]].group for part in unit.parts]
+        return [Run(p.at, p.at + p.length, group) for p, group in zip(unit.parts, groups, strict=True)]
+
+    def choose_homes(self, resident: Set[int] = frozenset()) -> list[Literal["cpu", "disk"]]:
+        """On disk: as much as asked for, or what does not fit into the host memory allowed. The last units go first:
+        the next forward needs them last. Those whose state is on the device need neither."""
+        s = self._strategy
+        if s.optimizer_on != "disk":
+            return ["cpu"] * len(self._units)
+        sizes = [0 if u in resident else self._state_bytes(unit) for u, unit in enumerate(self._units)]
+        if s.spill is not None:
+            room = (1 - s.spill) * sum(sizes)
+        elif s.host_memory is not None:
+            room = parse_size(s.host_memory)
+        else:
+            room = 0.0
+        homes: list[Literal["cpu", "disk"]] = []
+        for size in sizes:
+            room -= size
+            homes.append("cpu" if room >= 0 else "disk")
+        return homes
+
+    def use_device_memory(self, *, measured: bool) -> None:
+        """Let state have what a step leaves of the device's memory; `measured`: what that is, is known by now."""
+        self.resident = self._find_resident() if measured else frozenset()
+        self.homes = self.choose_homes(self.resident)
+        waiting = sum(unit.master.nbytes for unit in self._units if unit.master is not unit.shard)
+        self._check_room(sum(self._state_bytes(self._units[u]) for u in self.resident), waiting)
+
+    def make_disk(self) -> Disk | None:
+        """The scratch file for what goes to disk."""
+        on_disk = [unit for unit, home in zip(self._units, self.homes, strict=True) if home == "disk"]
+        return Disk(self._folder(), sum(self._state_bytes(unit) for unit in on_disk)) if on_disk else None
+
+    def map_master(self, unit: Unit) -> Tensor | None:
+        """Memory in a file for the master values of a unit, where they wait until they go to disk; None: not needed.
+
+        Where the values rest on disk themselves, or the master values are those that compute, nothing waits.
+        """
+        on_disk = unit.trainable and self.homes[self._units.index(unit)] == "disk"
+        if not on_disk or self._strategy.params_on == "disk" or unit.master_dtype == unit.dtype:
+            return None
+        try:
+            return map_file(self._folder(), unit.shard_length, unit.master_dtype)
+        except DiskError:  # the state alone may still fit there; these values then wait in memory
+            return None
+
+    def _folder(self) -> str:
+        return str(self._strategy.disk or os.environ.get("UNISONO_DISK") or tempfile.gettempdir())
+
+    def _state_bytes(self, unit: Unit) -> int:
+        """Bytes of a unit's state: master and moments."""
+        block = Block(None, self.runs(unit), "disk", unit.shard_length, unit.master_dtype)
+        return disk_bytes(self._optimizer, [block], moments=self.moments)
+
+    def _check_room(self, on_device_bytes: float = 0.0, waiting_bytes: int = 0) -> None:
+        """Say what is missing before training starts.
+
+        on_device_bytes: of the state that is to be on the device. waiting_bytes: of its master values that are in
+        memory already.
+        """
+        sizes = [self._state_bytes(unit) for unit in self._units]
+        needed = sum(size for size, home in zip(sizes, self.homes, strict=True) if home == "cpu") - on_device_bytes
+        free = available_bytes() + waiting_bytes
+        if self._strategy.host_memory is not None:
+            free = min(free, parse_size(self._strategy.host_memory))
+        if needed > free:
+            spill = min(1.0, round(1 - 0.8 * free / max(1, sum(sizes)) + 0.005, 2))
+            raise ValueError(
+                f"the optimizer's state of {show_size(needed)} does not fit into the {show_size(free)} of host memory "
+                f"that this worker has: use more workers, moments='bf16', or optimizer_on='disk', spill={spill}"
+            )
+
+    def _most_on_device(self) -> float:
+        """Bytes of state that may be on the device at most: what a step takes is not known yet."""
+        if self._strategy.device_memory is None or self._device.type != "cuda":
+            return 0.0
+        values = sum(unit.shard_length * unit.dtype.itemsize for unit in self._units)
+        return max(0.0, parse_size(self._strategy.device_memory) - values)
+
+    def _find_resident(self) -> frozenset[int]:
+        """The units whose state fits on the device, beside what a step has taken so far at its peak."""
+        s = self._strategy
+        if s.device_memory is None or self._device.type != "cuda":
+            return frozenset()
+        lengths = [unit.shard_length for unit in self._units]
+        state = sum(self._state_bytes(unit) for unit in self._units) / max(1, sum(lengths))
+        first = self._units[0]
+        return resident_units(
+            lengths,
+            _USABLE * parse_size(s.device_memory) - torch.cuda.max_memory_allocated(self._device),
+            share=staged_share(max(1, torch.get_num_threads() - 1)),
+            state_bytes=math.ceil(state),
+            gradient_bytes=first.dtype.itemsize if s.accumulate == 1 else first.master_dtype.itemsize,
+            delayed=s.delayed_update,
+            buffers=STAGING_BUFFERS,
+        )

@@ -78,7 +78,10 @@ class OptimizerShards:
             for one in unit.held:
                 one.leaves = []
                 for part in one.parts:
-                    leaf = Parameter(_leaf_memory(one, part))
+                    if one.steps_here:
+                        leaf = Parameter(one.master[part.at : part.at + part.length])
+                    else:  # only to stand in the optimizer's groups
+                        leaf = Parameter(torch.full((), math.nan, dtype=torch.float32).expand(part.length))
                     param = one.params[part.slot]
                     one.leaves.append(leaf)
                     leaves.setdefault(param, []).append(leaf)
@@ -229,12 +232,6 @@ def _is_line(kind: Any) -> bool:
 def has_element_each(shape: torch.Size, key: str, of: torch.Size) -> bool:
     """Whether a state of this shape has an element for each of the parameter's."""
     return shape == of and key != "step"
-
-
-def _leaf_memory(unit: Unit, part: Part) -> Tensor:
-    if not unit.steps_here:  # only to stand in the optimizer's groups
-        return torch.full((), math.nan, dtype=torch.float32).expand(part.length)
-    return unit.master[part.at : part.at + part.length]
 
 
 def _cut(value: Any, key: str, unit: Unit, part: Part) -> Any:

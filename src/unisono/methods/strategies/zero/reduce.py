@@ -64,9 +64,7 @@ class Backward(BackwardWatcher):
         self._on_reduced, self._on_window, self._on_pass = on_reduced, on_window, on_pass
         on_cpu = units[0].params[0].device.type == "cpu"  # on a GPU, work is in the background anyway
         self._lane = SerialQueue("unisono reduce") if overlap and world.size > 1 and on_cpu else None
-        self._joins = (
-            on_cpu and world.reads_peers
-        )  # gradients are reduced where they are, without a line to copy them to
+        self._joins = on_cpu and world.reads_peers  # gradients are reduced where they are, not copied to a line
         self._lines = [self._make_line() for _ in range(LINES_IN_FLIGHT if self._lane else 1)]
         self._running: deque[tuple[Handle[None], Tensor]] = deque()
         self._position = {unit: i for i, unit in enumerate(self.units)}
@@ -76,13 +74,12 @@ class Backward(BackwardWatcher):
         self.watch([(number, unit.params[slot]) for number, (unit, slot) in enumerate(self.gradients.places)])
 
     def _make_line(self) -> Tensor:
+        nbytes, on = max(unit.nbytes for unit in self.units), self.units[0].params[0].device
         if self._joins:
             return torch.empty(0, dtype=torch.uint8)
-        nbytes = max(unit.numel * unit.dtype.itemsize for unit in self.units)
-        on = self.units[0].params[0].device
-        return self.channel.empty(nbytes, torch.uint8) if on.type == "cpu" else torch.empty(
-            nbytes, dtype=torch.uint8, device=on
-        )  # fmt: skip
+        if on.type == "cpu":
+            return self.channel.empty(nbytes, torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=on)
 
     def _open_window(self) -> None:
         self.gradients.open_window()
@@ -218,11 +215,9 @@ class Backward(BackwardWatcher):
         old = unit.gradient
         first = old is None or all(fresh)
         direct = first and old is not None and old.dtype == unit.dtype
-        mean = (
-            old
-            if direct and old is not None
-            else torch.empty(unit.shard_length, dtype=unit.dtype, device=lines[0].device)
-        )
+        mean = old if direct else None
+        if mean is None:
+            mean = torch.empty(unit.shard_length, dtype=unit.dtype, device=lines[0].device)
         looks = self._same_data.is_looking and unit is self.units[-1]
         mine = sample(torch.cat(lines).split(unit.shard_length)[self.world.rank]) if looks else None
         if self._joins:
@@ -276,7 +271,9 @@ class Backward(BackwardWatcher):
             gradients.show(number, bool(found))
             gradients.used[number] = bool(found)
         gradients.overflow = bool(overflow)
-        gradients.show_used()
+        for unit in self.units:
+            first = gradients.first[unit]
+            gradients.show_to_optimizer(unit, gradients.used[first : first + len(unit.params)])
         self._on_window(self.channel)
         self._passes, self.window = 0, Window.ENDED
         self._advance()
@@ -290,7 +287,7 @@ class Backward(BackwardWatcher):
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
-        if self.window is Window.ENDED or self._local:
+        if self.window in (Window.ENDED, Window.STEPPING) or self._local:
             self.gradients.drop_cleared()
             return
         if self.window is not Window.OPEN:
@@ -306,7 +303,7 @@ class Backward(BackwardWatcher):
 
     def check_ended(self) -> None:
         """Refuse a step inside a window: its gradients have not gone to the rank that keeps a copy of my shards."""
-        if self.window is not Window.ENDED:
+        if self.window not in (Window.ENDED, Window.STEPPING):
             raise RuntimeError(
                 "optimizer.step() inside replica.no_sync(), and with spare=True a step needs the gradients of a whole "
                 "window: run the last backward pass before the step, or the step itself, outside the block"

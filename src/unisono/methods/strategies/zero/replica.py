@@ -2,7 +2,7 @@
 
 Its collaborators: `gather` brings values to the modules that compute, `reduce` brings gradients to the shards,
 `optimizer_shards` lets the optimizer step them, or `offloading` steps them off the device; `spare` keeps a second copy;
-`checkpoint` and `reshard` take them elsewhere.
+`checkpoint` takes them elsewhere.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.methods.exchange.reduction import overlap_pays
-from unisono.methods.exchange.windows import count_windows
+from unisono.methods.exchange.windows import Window, count_windows
 from unisono.methods.strategies._host_memory import HostMemory, move_out
-from unisono.methods.strategies.zero import checkpoint, reshard
+from unisono.methods.strategies.zero import checkpoint
 from unisono.methods.strategies.zero.gather import GatheredValues
 from unisono.methods.strategies.zero.hooks import ModelHook
-from unisono.methods.strategies.zero.materialise import Replacements, adopt, materialise, swap
-from unisono.methods.strategies.zero.offloading import Offloading
+from unisono.methods.strategies.zero.offloading import Offloading, Position
 from unisono.methods.strategies.zero.optimizer_shards import OptimizerShards
-from unisono.methods.strategies.zero.placement import Position
 from unisono.methods.strategies.zero.reduce import Backward
 from unisono.methods.strategies.zero.spare import Spare, find_holders
 from unisono.methods.strategies.zero.units import (
+    Replacements,
     Unit,
+    adopt,
     find_batch_norm_parameters,
+    materialise,
+    swap,
     unit_bytes_for,
     units_by_module,
     units_by_size,
@@ -67,7 +69,6 @@ class ZeroReplica(Replica):
         self._spare: Spare | None = None
         self._stepped = 0  # `step` when the shards took their last step
         self._turns = 0  # how often the shards were set: counts of steps compare where it is the same
-        self._in_step = False  # from the optimizer's step on, until its values are everywhere
         self._memory: HostMemory | None = None  # for values, where all ranks have one
         self._cast: Any = None  # a hook that casts what the model is given
         self._narrowed: list[tuple[Tensor, torch.dtype]] = []  # frozen parameters that were cast, and from what
@@ -85,7 +86,6 @@ class ZeroReplica(Replica):
     def start(self) -> None:
         """Split model and optimizer over the ranks of the world, and watch them."""
         replacements: Replacements = {}
-        self._in_step = False
         if not self.splits:
             self._materialise_rest(replacements)
             self.windows = count_windows(self.model, self.strategy.accumulate, self.advance)
@@ -192,8 +192,8 @@ class ZeroReplica(Replica):
         s, world, offload = self.strategy, self.world, self._offload
         overlap = overlap_pays(world) if s.overlap is None else s.overlap
         if s.stage == 3:
-            adopt = self._adopt_written
-            self._values = GatheredValues(self.model, self.units, world, self._fetch, adopt, ahead=overlap)
+            take = partial(checkpoint.take_written, offload)
+            self._values = GatheredValues(self.model, self.units, world, self._fetch, take, ahead=overlap)
         elif self._memory is not None:
             self._values = CommonValues(self.model, self._trainable, self._memory, world)
         else:
@@ -230,16 +230,11 @@ class ZeroReplica(Replica):
         found = unit.shard if self._offload is None or not unit.trainable else self._offload.values(unit)
         return found if self.world.size == 1 else found.to(unit.full.device)
 
-    def _adopt_written(self, unit: Unit, before: list[Tensor] | None) -> None:
-        """The program has written to the whole values of a unit."""
-        checkpoint.take_written(unit, self._offload, before)
-
     def _check_pass(self) -> None:
         """Refuse a parameter that was frozen: it belongs to no unit, so its gradient would stay on its own rank."""
         assert self._values is not None
         self._values.gather_late()  # what no module asked for
         self._shards.end_step()  # where a step broke off
-        self._in_step = False
         for name, param in self._frozen:
             if param.requires_grad:
                 raise RuntimeError(
@@ -266,25 +261,23 @@ class ZeroReplica(Replica):
 
     # The loop --------------------------------------------------------------------------------------------
 
+    @property
+    def _is_stepping(self) -> bool:
+        """Whether the optimizer is stepping, or a step has broken off: then shards are newer than values."""
+        return self._backward is not None and self._backward.window is Window.STEPPING
+
     def before_step(self) -> None:
         if self._spare is None or not self._spare.is_catching_up:
-            self._end_window()
+            super().before_step()
+            if self._values is not None:
+                self._values.begin_step(self.step, self.optimizer.param_groups, again=self._is_stepping)
+            if self._spare is not None and self._backward is not None:
+                self._backward.check_ended()
+                self._spare.agree(self.step)
         self.fault_in_update()
-        self._in_step = True
+        if self._backward is not None:
+            self._backward.begin_step()
         self._shards.begin_step()  # off the device they have no gradients: the optimizer finds nothing to step
-
-    def _end_window(self) -> None:
-        super().before_step()
-        if self._values is not None and not self._in_step:
-            self._values.refuse_written()
-        if not isinstance(self._values, CommonValues):  # there all ranks have to have written the same
-            self._take_written()
-        if self._spare is not None:
-            assert self._backward is not None
-            self._backward.check_ended()
-            self._spare.agree(self.step)
-        if isinstance(self._values, CommonValues):
-            self._values.begin_step(self.step, self.optimizer.param_groups)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -300,27 +293,22 @@ class ZeroReplica(Replica):
             if self._offload is not None:
                 self._offload.step(gradients.factor(), {unit: gradients.absent(unit) for unit in self._trainable})
             self._values.renew()
-            self._in_step = False
         super().after_step()
 
     def _take_written(self) -> None:
         """Let what the program wrote to parameters since the last step count; not while values that were stepped are
         still to be sent."""
-        if self._values is not None and not self._in_step:
+        if self._values is not None and not self._is_stepping:
             self._values.take_written()
 
     def write(self, change: Callable[[], Any]) -> None:
         """Change parameters between steps: `change()` is called on every rank that has values of its own, or on one, if
         all have the same memory. Every rank calls it: `replica.write(lambda: model.weight.data.mul_(0.9))`."""
-        if isinstance(self._values, CommonValues):
-            self._values.write(change)
+        if self._values is not None and self._state_dict is not None:
+            self._values.write(change, partial(self._state_dict.update_shards, exactly=False))
             return
-        if self._values is not None:
-            self._values.begin_writing()
         with torch.no_grad():
             change()
-        if self._state_dict is not None:
-            self._state_dict.update_shards(exactly=False)
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         if self._offload is not None:
@@ -334,10 +322,8 @@ class ZeroReplica(Replica):
 
     def state_dict(self) -> dict[str, Any]:
         """Every rank calls it: what is saved has what the program wrote."""
-        if isinstance(self._values, CommonValues):
+        if self._values is not None:
             self._values.settle("a checkpoint")
-        elif self._values is not None:
-            self._values.refuse_written()
         return super().state_dict()
 
     def shared_state(self) -> dict[str, Any]:
@@ -357,7 +343,10 @@ class ZeroReplica(Replica):
         self._end_delay()
         with self._pause_state_dict():
             model = checkpoint.collect_model_pieces(unwrap(self.model), self.units, self._offload)
-        return {"model": model, "optimizer": checkpoint.collect_optimizer_pieces(self._shards, self._offload)}
+        optimizer = self._shards.pieces()
+        if self._offload is not None:
+            optimizer["state"] = self._offload.state_pieces()
+        return {"model": model, "optimizer": optimizer}
 
     def _end_delay(self) -> None:
         """What is saved is the latest, and the run goes on from it."""
@@ -392,9 +381,7 @@ class ZeroReplica(Replica):
         """Load my part of any checkpoint's model and optimizer (see `unisono.training.checkpoint.slices.Stored`)."""
         whole_units = self.strategy.stage < 3
         if self._values is not None:
-            self._values.take_written()
-        if self._memory is not None:  # nobody reads what is about to be written
-            self._memory.meet("loading a checkpoint")
+            self._values.begin_loading()
         with nullcontext() if self._spare is None else self._spare.changing():
             with self._pause_state_dict():
                 checkpoint.load_model(
@@ -402,7 +389,7 @@ class ZeroReplica(Replica):
                 )
             if whole["optimizer"] is not None:
                 checkpoint.load_optimizer(self._shards, self.units, whole["optimizer"], self._offload)
-        if isinstance(self._values, CommonValues):
+        if self._values is not None:
             self._values.end_loading()
         self._note_load()
 
@@ -430,7 +417,7 @@ class ZeroReplica(Replica):
         reached = [self.step, split, turns] if spare is None else [turns]
         return {"reached": reached, "split": split, "turns": turns, "spare": spare}
 
-    def _find_holders(self, change: Change) -> tuple[int, dict[int, reshard.Holder]]:
+    def _find_holders(self, change: Change) -> tuple[int, dict[int, checkpoint.Holder]]:
         """How many steps to go on from (with copies), and by former rank who holds its shards then."""
         if change.progress[change.source]["spare"] is None:
             return 0, {change.former_ranks[r]: (r, 0) for r in change.stayed}
@@ -479,7 +466,9 @@ class ZeroReplica(Replica):
             self.model.zero_grad()
             units = self.units
             self._close_units()
-            reshard.empty_parameters(units)
+            for unit in units:  # their values are out of date: memory for new ones
+                for param, shape in zip(unit.params, unit.shapes, strict=True):
+                    param.data = torch.empty(shape, dtype=unit.original_dtype, device=param.device)
 
     def _go_back(self, change: Change, steps: int) -> None:
         """With copies: a window that was counted, and whose gradients no rank has stepped, did not happen."""
@@ -517,9 +506,9 @@ class ZeroReplica(Replica):
             }
 
     @torch.no_grad()
-    def _join(self, units: Sequence[Unit], world: World, order: Sequence[reshard.Holder]) -> None:
+    def _join(self, units: Sequence[Unit], world: World, order: Sequence[checkpoint.Holder]) -> None:
         """Put model and optimizer together from the shards of those who hold them."""
-        values, states = reshard.join_units(units, self._shards, world, order)
+        values, states = checkpoint.join_units(units, self._shards, world, order)
         self._close_units()
         for param, value in values.items():
             param.grad = None

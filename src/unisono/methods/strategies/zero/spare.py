@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ from torch.optim import Optimizer
 
 from unisono.methods.strategies.zero.units import Unit
 from unisono.world import World
+
+
+class ShardState(Enum):
+    """What a rank's own shards and the copies that it keeps are good for."""
+
+    STEPPED = auto()  # both have taken `steps` steps
+    READY = auto()  # and their gradients are here: both can take one more, whoever is lost
+    CHANGING = auto()  # being written: of no use to others if that breaks off
+    TORN = auto()  # it has broken off
+    CATCHING_UP = auto()  # they take a step that other ranks have taken
 
 
 class Spare:
@@ -37,12 +48,15 @@ class Spare:
         self._units = list(units)
         self._channel = world.channel(inline=True)
         self._before, self._next = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+        self._state = ShardState.STEPPED
         self._ready: list[tuple[Parameter, Tensor | None, int]] | None = None  # what the step needs, and its version
-        self._is_changing = False  # shards are being written: they are of no use if that breaks off
-        self._broke_off = False
         self._window = 0  # that the step belongs to
         self.steps = 0
-        self.is_catching_up = False  # the optimizer takes a step that other ranks have taken
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether the optimizer takes a step that other ranks have taken."""
+        return self._state is ShardState.CATCHING_UP
 
     # A step ----------------------------------------------------------------------------------------------
 
@@ -60,39 +74,42 @@ class Spare:
 
     def agree(self, window: int) -> None:
         """The optimizer is about to step with the gradients of a window: wait until all ranks have what it takes."""
-        if self._is_changing and window == self._window:
+        is_torn = self._state in (ShardState.CHANGING, ShardState.TORN)
+        if self._state is ShardState.CHANGING and window == self._window:
             return  # the step of a class around another's, whose hooks are called too
-        self._broke_off |= self._is_changing
         self._window = window
         leaves = [leaf for unit in self._units for one in unit.held for leaf in one.leaves]
         self._ready = [(leaf, leaf.grad, 0 if leaf.grad is None else leaf.grad._version) for leaf in leaves]
         on = self._units[0].params[0].device
         if on.type == "cuda":  # what has been asked for must be here, also on those that fail in the next call
             torch.cuda.current_stream(on).synchronize()
+        self._state = ShardState.TORN if is_torn else ShardState.READY
         self._channel.barrier(tag="spare")
-        self._is_changing = True
+        self._state = ShardState.TORN if is_torn else ShardState.CHANGING
 
     def end_step(self) -> None:
         """Called after the step: this rank's shards and the spare copies have been stepped."""
         if self._ready is None:
             return
         self.steps += 1
-        self._ready, self._is_changing = None, False
+        self._ready = None
+        if self._state is ShardState.CHANGING:
+            self._state = ShardState.STEPPED
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """While the block writes new values to all shards, they are of no use to others."""
-        self._is_changing = True
+        self._state = ShardState.CHANGING
         yield
-        self._is_changing = self._broke_off = False  # not if it breaks off
+        self._state = ShardState.STEPPED  # not if it breaks off
 
     # After a loss ----------------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
         """How many steps the shards here have taken, and can take by themselves; None if they are of no use."""
         ready = self._ready is not None and all(g is None or g._version == version for _, g, version in self._ready)
-        useless = self._is_changing or self._broke_off
-        return {"steps": None if useless else self.steps, "reach": self.steps + ready}
+        useful = self._state in (ShardState.STEPPED, ShardState.READY)
+        return {"steps": self.steps if useful else None, "reach": self.steps + ready}
 
     def catch_up(self, steps: int, optimizer: Optimizer) -> None:
         """Take the step that others have taken."""
@@ -100,11 +117,11 @@ class Spare:
             assert self._ready is not None
             for leaf, grad, _ in self._ready:
                 leaf.grad = grad
-            self.is_catching_up = True
+            self._state = ShardState.CATCHING_UP
             try:
                 optimizer.step()
             finally:
-                self.is_catching_up = False
+                self._state = ShardState.STEPPED
 
     def close(self) -> None:
         """Close the channel."""

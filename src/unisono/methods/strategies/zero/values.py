@@ -1,20 +1,25 @@
 """Values of units, as the modules find them: on every rank (`WholeValues`), or once for all ranks of a host
-(`CommonValues`), at stages 1 and 2. In stage 3 no rank has all of them: see `gather`."""
+(`CommonValues`), at stages 1 and 2. In stage 3 no rank has all of them: see `gather`.
+
+While values are not here, or not up to date, their parameters are of a class made here, which stands between them and
+every function of torch: whatever uses one, its values are brought first (`Watched`).
+"""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from unisono.methods.strategies._host_memory import HostMemory, Placed, Writes, describe_settings
 from unisono.methods.strategies.zero.hooks import ModelHook
-from unisono.methods.strategies.zero.on_use import Watched
 from unisono.methods.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import World
 
@@ -32,6 +37,13 @@ class Values(ABC):
         """Have those values here that were to come later."""
         return
 
+    def begin_step(self, window: int, groups: Sequence[Mapping[str, Any]], *, again: bool) -> None:
+        """The optimizer is about to step its `groups`: what the program has written to values since the last step
+        counts, or is refused. `again`: a step has broken off, and what it wrote is no write of the program's."""
+        if not again:
+            self.refuse_written()
+            self.take_written()
+
     def take_written(self) -> None:
         """What the program has written to values since the last step counts: of my shards, from what this rank sees."""
         return
@@ -40,9 +52,28 @@ class Values(ABC):
         """Refuse what the program has written since, where it cannot count."""
         return
 
+    def settle(self, what: str) -> None:
+        """Before `what`, all ranks have written the same, or nothing."""
+        self.refuse_written()
+
     def begin_writing(self) -> None:
         """The program is about to write all values anew."""
         self.gather_all("model.load_state_dict()")
+
+    def write(self, change: Callable[[], Any], take: Callable[[], None]) -> None:
+        """Let the program change parameters by `change()`, on every rank; `take` takes them into the shards."""
+        self.begin_writing()
+        with torch.no_grad():
+            change()
+        take()
+
+    def begin_loading(self) -> None:
+        """Shards are about to get values from a checkpoint."""
+        self.take_written()
+
+    def end_loading(self) -> None:
+        """They have them."""
+        return
 
     @abstractmethod
     def gather_all(self, why: str = "") -> None:
@@ -167,7 +198,7 @@ class CommonValues(Values):
     """All ranks, on one host, have one memory for all values: after a step nothing has to be gathered. Nobody writes to
     it before all have called `optimizer.step()`, and nobody reads it before all parts have been stepped.
 
-    What the program writes to parameters by itself only its own rank sees, until it is taken over (see `_writes`).
+    What the program writes to parameters by itself only its own rank sees, until it is taken over (see `Writes`).
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], memory: HostMemory, world: World) -> None:
@@ -180,8 +211,8 @@ class CommonValues(Values):
                 param.data = view
         self._writes = Writes(model, placed, memory, on_taken=self.take_written)
 
-    def begin_step(self, window: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """The optimizer is about to step its `groups`: wait until that is so on every rank."""
+    def begin_step(self, window: int, groups: Sequence[Mapping[str, Any]], *, again: bool) -> None:
+        """Wait until every rank is about to step: all have to have written the same."""
         settings = [line for group in groups for line in describe_settings(group)]
         self._world.run_tolerating_loss(
             lambda: self._writes.begin_step(f"optimizer.step() of window {window}", settings)
@@ -193,7 +224,6 @@ class CommonValues(Values):
             unit.take_written(unit.full)
 
     def settle(self, what: str) -> None:
-        """Wait until all ranks have come, and let what they wrote alike count."""
         self._writes.settle(what)
 
     @torch.no_grad()
@@ -210,12 +240,17 @@ class CommonValues(Values):
         """Wait until no rank needs the old values."""
         self._memory.meet("load_state_dict")
 
-    def write(self, change: Callable[[], Any]) -> None:
+    def write(self, change: Callable[[], Any], take: Callable[[], None]) -> None:
         """Let one rank change parameters, while the others wait."""
         self._writes.write(change)
 
+    def begin_loading(self) -> None:
+        """Wait until nobody reads what is about to be written."""
+        self.take_written()
+        self._memory.meet("loading a checkpoint")
+
     def end_loading(self) -> None:
-        """Values came from a checkpoint: wait until all are there."""
+        """Wait until all values are there."""
         self._writes.take_loaded("a checkpoint is loaded")
 
     def close(self) -> None:
@@ -229,3 +264,92 @@ def _call_for_each(need: Callable[[Unit], None], units: list[Unit]) -> Any:
             need(unit)
 
     return ModelHook(hook)
+
+
+# Parameters that are hidden: what uses one has its values come ------------------------------------------------------
+
+Use = Callable[[list[Parameter], Any, Callable[[], Any]], Any]
+
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}  # properties that show values
+_METHODS = """
+    size dim ndimension numel nelement element_size is_floating_point is_complex is_signed is_inference is_same_size
+    get_device requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook is_shared __len__
+    new_empty new_zeros new_ones new_full new_tensor
+"""
+_FUNCTIONS = """
+    numel is_floating_point is_complex is_same_size get_device empty_like zeros_like ones_like full_like rand_like
+    randn_like randint_like result_type
+"""
+
+
+_properties = [x for x in (getattr(Tensor, name) for name in set(dir(Tensor)) - _VALUES) if hasattr(type(x), "__set__")]
+_SHAPE_ONLY = frozenset(  # what can be asked of a parameter without its values
+    [getattr(Tensor, name) for name in _METHODS.split()]
+    + [getattr(torch, name) for name in _FUNCTIONS.split()]
+    + [access for x in _properties for access in (x.__get__, x.__set__, x.__delete__)]
+)
+_LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})  # a stand-in has one of its own
+
+
+class Watched:
+    """Parameters of some units, whose uses are looked at while they are hidden.
+
+    find_use: gives a function `use(params, function, call)` that does `call`, which calls `function`, while `params`
+        have their values and are not hidden; None if nothing watches the parameters any more.
+    """
+
+    def __init__(self, units: Sequence[Unit], find_use: Callable[[], Use | None]) -> None:
+        self.unit_of = {param: unit for unit in units for param in unit.params}
+        self._present = {param: type(param) for param in self.unit_of}
+        layouts = {id(p): torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in self.unit_of}
+        self._absent = {kind: _make_absent_class(kind, find_use, layouts) for kind in set(self._present.values())}
+
+    def hide(self, unit: Unit) -> None:
+        """From here on uses of a unit's parameters are looked at."""
+        for param in unit.params:
+            param.__class__ = self._absent[self._present[param]]
+
+    def show(self, unit: Unit) -> None:
+        """Make a unit's parameters ordinary ones again."""
+        for param in unit.params:
+            param.__class__ = self._present[param]
+
+
+def _make_absent_class(
+    base: type[Parameter], find_use: Callable[[], Use | None], layouts: Mapping[int, Tensor]
+) -> type[Parameter]:
+    class Absent(base):  # type: ignore[misc, valid-type]
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func in _LAYOUT:
+                return func(layouts[id(args[0])], *args[1:], **kwargs)
+            if func in _SHAPE_ONLY:
+                return super().__torch_function__(func, types, args, kwargs)
+            use = find_use()
+            if use is None:
+                raise RuntimeError(
+                    f"{name_function(func)} of a parameter whose values zero has split over the ranks, and its replica "
+                    "is gone: keep what un.parallel returned, or call restore() and close() of it on every rank before"
+                )
+            params: list[Any] = [x for x in tree_leaves((args, kwargs)) if type(x) is cls]
+            return use(params, func, lambda: func(*args, **kwargs))
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            use = find_use()
+            if use is None:
+                return super().__deepcopy__(memo)
+            return use([self], copy.deepcopy, lambda: copy.deepcopy(self, memo))
+
+        def __repr__(self) -> str:
+            """Without the values: a look from one rank, in a debugger say, must not wait for the others."""
+            return f"Parameter of shape {list(self.shape)}, dtype {self.dtype}, whose values come when it is used"
+
+    Absent.__name__ = Absent.__qualname__ = base.__name__
+    return Absent
+
+
+def name_function(function: Any) -> str:
+    """The name of a function of torch, or of a property: `norm`, `data`."""
+    name = str(getattr(function, "__name__", function))
+    return str(getattr(function.__self__, "__name__", name)) if name in ("__get__", "__set__") else name

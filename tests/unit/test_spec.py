@@ -235,7 +235,7 @@ def test_an_object_comes_back_as_it_is():
         ("localish()", "localish", "missing a required argument: 'every'; expected localish(every"),
         ("localish(8, every=8)", "every", "given twice"),
         ("localish(8, reducer=powerlike(1, True))", "True", "takes no more than 1 without a name"),
-        ("powerlike(rank=0)", "powerlike", "powerlike: rank is 0; expected at least 1"),
+        ("powerlike(rank=0)", "0", "powerlike: rank is 0; expected at least 1"),
         ("wrapping(inner=powerlike)", "inner", "wrapping has no argument 'inner'"),
         ("topk(k=5)", "5", "topk: k is the fraction of a tensor that is sent: expected a number above 0 and at most 1"),
         ("qsgd(bits=3)", "3", "qsgd(bits=...) takes one of 2, 4, 8 (a sign and a level: so they fill bytes); got 3"),

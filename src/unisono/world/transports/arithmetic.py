@@ -174,7 +174,7 @@ class SpareCores:
             for handle in handles:  # all have stopped before an error goes on: they write to the caller's memory
                 try:
                     handle.wait()
-                except Exception as error:
+                except Exception as error:  # noqa: PERF203 - one a thread
                     errors.append(error)
         if errors:
             raise errors[0]

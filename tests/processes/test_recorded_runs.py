@@ -102,8 +102,9 @@ def test_a_report_has_the_numbers_that_one_process_computes(place: Path, capsys:
     assert found["missing"] == []
     about = {name: found[name] for name in ("steps", "workers", "strategy", "parameters")}
     assert about == {"steps": STEPS, "workers": 2, "strategy": "allreduce", "parameters": PARAMETERS}
-    # An all-reduce sends 2 (N - 1) / N of the gradients: with two ranks, as many bytes as they have.
-    assert found["bytes_by_kind"]["gradients"] == 2 * STEPS * 4 * PARAMETERS
+    # An all-reduce sends 2 (N - 1) / N of the gradients: with two ranks, as many bytes as they have; and behind them a
+    # flag for each of four tensors, and one for learning rates.
+    assert found["bytes_by_kind"]["gradients"] == 2 * STEPS * 4 * (PARAMETERS + 4 + 1)
     assert [rank["samples"] for rank in found["ranks"]] == [8 * STEPS] * 2
     labels = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))[:, :3].argmax(1)
     classes = [rank["classes"] for rank in found["ranks"]]

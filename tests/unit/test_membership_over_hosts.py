@@ -14,21 +14,21 @@ from unisono.launchers.runtime.local_channel import LocalChannel
 from unisono.launchers.runtime.membership import HostsMembership, ResultLog, cut_entries, join_entries
 from unisono.launchers.runtime.memfd import anonymous_file
 from unisono.world.transports import PeerLost, Transport
-from unisono.world.transports.gloo import GlooTransport
+from unisono.world.transports.sockets import SocketTransport
 from unisono.world.transports.interruption import InterruptibleStore, Interruption
 from unisono.world.transports.two_level import TwoLevelTransport
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def connect_pair(interruptions: list[Interruption]) -> list[GlooTransport]:
+def connect_pair(interruptions: list[Interruption]) -> list[SocketTransport]:
     """Two ranks of a group, both in this process."""
     store = HashStore()
-    made: dict[int, GlooTransport] = {}
+    made: dict[int, SocketTransport] = {}
 
     def connect(rank: int) -> None:
         mine = InterruptibleStore(PrefixStore("pair", store), interruptions[rank])
-        made[rank] = GlooTransport(mine, rank, 2, timeout_s=40, interruption=interruptions[rank])
+        made[rank] = SocketTransport(mine, rank, 2, timeout_s=40, interruption=interruptions[rank])
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -24,7 +24,7 @@ from unisono.world.operations import Operations
 from unisono.world.transports import Transport
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.cuda_route import Route
-from unisono.world.transports.gloo import GlooTransport
+from unisono.world.transports.sockets import SocketTransport
 from unisono.world.transports.meeting_page import PAGE_NAME, ROW
 from unisono.world.transports.shared import SharedTransport
 from unisono.world.transports.simulated import SimulatedTransport
@@ -73,7 +73,7 @@ def run_messages(fn: Callable[[World], Any], size: int) -> list[Any]:
 
     def make(rank: int) -> World:
         hosts = [f"host{r}" for r in range(size)]
-        return World(GlooTransport(store, rank, size, timeout_s=20.0), hosts=hosts)
+        return World(SocketTransport(store, rank, size, timeout_s=20.0), hosts=hosts)
 
     return on_threads(fn, make, size)
 
@@ -85,7 +85,7 @@ def run_hosts(fn: Callable[[World], Any], hosts: str) -> list[Any]:
 
     def make(rank: int) -> World:
         mine = [r for r in range(size) if hosts[r] == hosts[rank]]
-        flat = GlooTransport(store, rank, size, timeout_s=20.0)
+        flat = SocketTransport(store, rank, size, timeout_s=20.0)
         inside = (
             SharedTransport(pages[hosts[rank]], mine.index(rank), len(mine), timeout_s=20.0) if len(mine) > 1 else None
         )
@@ -227,7 +227,7 @@ def test_the_first_part_of_a_large_mean_travels_while_the_rest_is_divided() -> N
             undivided.append(int((x == 1).sum()))
             return SimpleNamespace(wait=lambda: None)
 
-    transport = GlooTransport.__new__(GlooTransport)
+    transport = SocketTransport.__new__(SocketTransport)
     transport.size, transport._gloo = 4, Group()
     transport._native(x, "mean")
     assert undivided == [7 << 17, 0]

@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from unisono.launchers.runtime.secret import derive_secret
@@ -76,6 +76,7 @@ class Channel:
         self.sock = sock
         self.proven = False
         self.since = time.monotonic()
+        self.caller = _name_caller(sock)  # "10.0.0.7:51234"
         self._token, self._server = token, server
         self._nonce = secrets.token_bytes(_NONCE)
         self._in, self._out = bytearray(), bytearray()
@@ -211,6 +212,13 @@ class Channel:
         return mac.digest()
 
 
+def _name_caller(sock: socket.socket) -> str:
+    try:
+        return ":".join(map(str, sock.getpeername()[:2]))
+    except OSError:
+        return "an address that is not known any more"
+
+
 def keep_alive(sock: socket.socket) -> None:
     """Send small things at once, and notice within half a minute when the other host is gone or cut off."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -237,11 +245,22 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: fl
         time.sleep(0.2)
 
 
-def connect_once(host: str, port: int, token: bytes, *, timeout_s: float) -> Channel:
-    """A proven channel to an address; NotProven if what listens there does not know the token."""
+def connect_once(
+    host: str,
+    port: int,
+    token: bytes,
+    *,
+    timeout_s: float,
+    wrap: Callable[[socket.socket], socket.socket] | None = None,
+) -> Channel:
+    """A proven channel to an address; NotProven if what listens there does not know the token.
+
+    `wrap`: puts another layer, such as encryption, around the connection before anything is said.
+    """
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         keep_alive(sock)
+        sock = sock if wrap is None else wrap(sock)
         channel = Channel(sock, token, server=False)
         deadline = time.monotonic() + timeout_s
         while not channel.proven:

@@ -28,6 +28,7 @@ class ChannelServer:
     on_frames: given a channel and what it has said; NotProven or another ConnectionError drops the channel.
     on_lost: given a channel whose other end is gone, or is not one of ours. It is closed already.
     most_unread: bytes that a channel may leave unread; more drops it. None: no limit.
+    wrap: puts another layer, such as encryption, around a connection that was accepted.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class ChannelServer:
         on_lost: Callable[[Channel], None],
         *,
         most_unread: int | None = None,
+        wrap: Callable[[socket.socket], socket.socket] | None = None,
     ) -> None:
-        self._loop, self._listener, self._token = loop, listener, token
+        self._loop, self._listener, self._token, self._wrap = loop, listener, token, wrap
         self._on_frames, self._on_lost, self._most_unread = on_frames, on_lost, most_unread
         self.channels: dict[Channel, None] = {}  # the oldest first
         self._unproven: dict[Channel, None] = {}
@@ -98,10 +100,14 @@ class ChannelServer:
     def forget(self, channel: Channel) -> None:
         """Close a channel; `on_lost` is not called."""
         if channel in self.channels:
-            self._loop.forget(channel)
-            del self.channels[channel]
-            self._unproven.pop(channel, None)
+            self.release(channel)
             channel.close()
+
+    def release(self, channel: Channel) -> None:
+        """Serve a channel no more, and leave it open: its socket has another use from now on."""
+        self._loop.forget(channel)
+        del self.channels[channel]
+        self._unproven.pop(channel, None)
 
     def _lose(self, channel: Channel) -> None:
         self.forget(channel)
@@ -121,7 +127,7 @@ class ChannelServer:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             keep_alive(sock)
-        channel = Channel(sock, self._token, server=True)
+        channel = Channel(sock if self._wrap is None else self._wrap(sock), self._token, server=True)
         self.channels[channel] = self._unproven[channel] = None
         self._loop.watch(channel, partial(self._read, channel))
         self.flush(channel)

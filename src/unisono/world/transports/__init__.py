@@ -44,6 +44,11 @@ class CallSignature(Protocol):
 
     what: int
     where: int
+    rank: int
+
+    @property
+    def place(self) -> str:
+        """Where the call stands, and at which step: "train.py:88 step 12"."""
 
     @property
     def description(self) -> CallDescription:

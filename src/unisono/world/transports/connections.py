@@ -30,6 +30,11 @@ def find_address(store: Store) -> tuple[str, int] | None:
     return (inner.host, inner.port) if hasattr(inner, "port") else None
 
 
+def is_of_process(store: Store) -> bool:
+    """Whether a store is memory of this process: its ranks are threads."""
+    return type(_find_inner(store)).__name__ == "HashStore"
+
+
 def _find_inner(store: Store) -> Any:
     """The store behind its prefixes."""
     inner: Any = store

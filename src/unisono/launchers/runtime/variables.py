@@ -40,6 +40,7 @@ FOR_USERS = {
     "UNISONO_LOG": "where metrics are handed on to: tensorboard, wandb, ...",
     "UNISONO_METHODS": "folders of the user's own methods, separated by colons",
     "UNISONO_NET": "link of an emulated host, such as 100mbit,20ms",
+    "UNISONO_PORTS": "ports at which a rank may listen for the others, such as 40000-40100; default: any",
     "UNISONO_PEER_MEMORY": "0: never read the private memory of other workers",
     "UNISONO_RUNS": "folder in which runs are recorded; off: record none",
     "UNISONO_SECRET": "secret of the run, which its store asks for",

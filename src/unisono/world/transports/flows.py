@@ -114,7 +114,8 @@ class Flow:
         if not self._can_receive():
             return False
         source, piece = self._in, self._piece
-        assert source is not None and piece is not None
+        assert source is not None
+        assert piece is not None
         count = source.recv_into(piece.target[self._at :] if self._at else piece.target)
         self._at += count
         self._received += count

@@ -31,6 +31,7 @@ class Mailbox:
         self._outs: dict[int, OutStream] = {}
         self._ins: dict[int, _Reader] = {}
         self._waiting = 0
+        self.rounds = 0  # how often this rank has waited for others
 
     def send(self, to: int, key: Key, body: bytes) -> None:
         """Send a message, or queue it: what cannot leave at once leaves with the next `take`."""
@@ -45,6 +46,7 @@ class Mailbox:
         """The messages of these ranks under a key, once all are here, and all of mine have left."""
         with self._lock:
             self._waiting += 1
+            self.rounds += 1
         try:
             while True:
                 with self._lock:
@@ -111,7 +113,9 @@ class _Reader:
         while len(self._rest) - at >= _HEAD.size:
             length, part, number = _HEAD.unpack_from(self._rest, at)
             if length > _MOST_BYTES:
-                raise LinkLost(f"a message of {length} bytes was announced, of which no rank sends more than {_MOST_BYTES}")
+                raise LinkLost(
+                    f"a message of {length} bytes was announced, of which no rank sends more than {_MOST_BYTES}"
+                )
             end = at + _HEAD.size + length
             if len(self._rest) < end:
                 break

@@ -6,6 +6,7 @@ by the rank that sends. Groups of ranks that are split off use the same doors.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import json
@@ -22,7 +23,7 @@ from unisono.launchers.runtime.secret import SECRET, derive_secret
 from unisono.world.transports import PeerLost
 from unisono.world.transports.connections import find_address, is_of_process
 from unisono.world.transports.door import VERSION, Door, Peer
-from unisono.world.transports.streams import InStream, LinkLost, OutStream
+from unisono.world.transports.streams import InStream, LinkLost, OutStream, Wire
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,9 +38,7 @@ _ANYWHERE, _ANYWHERE_6 = "192.0.2.1", "2001:db8::1"  # addresses that nobody has
 class Links:
     """The streams of one rank within one group of ranks."""
 
-    def __init__(
-        self, door: Door, peers: Sequence[Peer], rank: int, group: str, lanes: int
-    ) -> None:
+    def __init__(self, door: Door, peers: Sequence[Peer], rank: int, group: str, lanes: int) -> None:
         """`peers`: of every rank of the group, mine included; `lanes`: over which a large operation is spread."""
         self.rank, self.size, self.lanes = rank, len(peers), lanes
         self._door, self._peers, self._group = door, list(peers), group
@@ -57,11 +56,11 @@ class Links:
             if stream is None:
                 peer, group = self._peers[to], self._group
 
-                def connect() -> object:
+                def connect() -> Wire | None:
                     self.check()
                     return peer.connect(group, lane)
 
-                stream = self._outs[to, lane] = OutStream(connect)  # type: ignore[arg-type]
+                stream = self._outs[to, lane] = OutStream(connect)
             return stream
 
     def open_in(self, source: int, lane: str) -> InStream:
@@ -87,7 +86,8 @@ class Links:
         """End all waits of this group, from any thread: its connections are shut down, and `check` raises."""
         self._ended = self._ended or why
         with self._lock:
-            wires = [stream.wire for stream in (*self._outs.values(), *self._ins.values())]
+            wires = [stream.wire for stream in self._outs.values()]
+            wires += [stream.wire for stream in self._ins.values()]
         for wire in wires:
             if wire is not None:
                 try:
@@ -177,11 +177,8 @@ def _open_listener(address: str) -> socket.socket:
     options: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if dual else {"family": family}
     text = os.environ.get("UNISONO_PORTS", "")
     for port in _read_ports(text):
-        try:
+        with contextlib.suppress(OSError) if text else contextlib.nullcontext():  # the next may be free
             return socket.create_server((address, port), backlog=1024, **options)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
     raise OSError(errno.EADDRINUSE, f"UNISONO_PORTS={text}: all of these ports are in use on this host")
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import struct
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -30,10 +30,12 @@ from unisono.world.transports import (
     Transport,
     find_group,
 )
-from unisono.world.transports.arithmetic import STEPS, combine, count_bytes, cut_tiles
+from unisono.world.transports.arithmetic import combine, count_bytes
 from unisono.world.transports.flows import Flow, Helpers, Piece, as_bytes
 from unisono.world.transports.liveness import Liveness
 from unisono.world.transports.mailbox import Key, Mailbox
+from unisono.world.transports.rings import IN_RINGS, Rings, cut_evenly
+from unisono.world.transports.signs import Sign, make_sign, open_message
 from unisono.world.transports.socket_links import Links, meet
 from unisono.world.transports.streams import LinkLost, Patience
 
@@ -44,56 +46,15 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-PIECE = 512 << 10  # bytes that are received, worked on and sent on at a time
 SMALL = 256 << 10  # bytes up to which an operation goes from each rank to each, in one round or two
-_LANE_BYTES = 2 << 20  # that each connection of a large operation moves at least
-_SPARE = 8  # pieces of a reduce-scatter that may be under way
-_INLINE = 64 << 10  # bytes of an object that travel with its size
-_SIGN = struct.Struct("<IIIH")  # what, where, rank, length of the text
-_PLACE = b"\x1f"  # in the text, before where the call stands
+INLINE = 64 << 10  # bytes of an object that travel with its size
 _MESSAGE = struct.Struct("<qqi")  # label, elements, dtype
 _TO_BE_TOLD_S = 1.0  # that the launcher has to say who is lost
-_IN_RINGS = {  # dtypes that are added at each hop; others are added by one rank, and rounded once
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-}
-
-
-class _Sign(NamedTuple):
-    """What a rank says of its operation."""
-
-    packed: bytes
-    what: int
-    where: int
-    rank: int
-    text: bytes
-    signature: CallSignature | None = None
-
-    def describe(self, rank: int) -> CallDescription:
-        """The call in words."""
-        text, _, place = self.text.decode("utf-8", "replace").partition(_PLACE.decode())
-        line = place.partition(" ")[0]
-        if not self.what:
-            return CallDescription(rank, 0, 0, text, "")
-        return CallDescription(self.rank, self.what, self.where, f"{text} at {place}" if line else f"{text},{place}", line)
 
 
 def goes_at_once(nbytes: int) -> bool:
     """Whether so many bytes are all-reduced in one way through the network, from each rank to each."""
     return 0 < nbytes <= SMALL_BYTES
-
-
-def goes_in_rings(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype are added at each hop of a ring."""
-    return dtype in _IN_RINGS
 
 
 def _translate_errors(method: F) -> F:
@@ -139,6 +100,7 @@ class SocketTransport(Transport):
         self._mail = Mailbox(
             lambda to: self._links.open_out(to, "mail"), lambda source: self._links.open_in(source, "mail")
         )
+        self._rings = Rings(self._links)
         self._helpers = Helpers()
         self._others = [r for r in range(size) if r != rank]
         self._next, self._previous = (rank + 1) % size, (rank - 1) % size
@@ -156,61 +118,23 @@ class SocketTransport(Transport):
     @_translate_errors
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         nbytes, dtype = count_bytes(parts), parts[0].dtype
-        sign = self._sign("all_reduce", f"{op} of {sum(p.numel() for p in parts)} x {dtype}")
+        sign = self._sign(f"all_reduce {op} of {sum(p.numel() for p in parts)} x {dtype}")
         if goes_at_once(nbytes):
             x = _join(parts)
             key = self._send_to_all(sign, as_bytes(x))
             self._combine_all(sign, self._take(self._others, key), op, x)
             _copy_parts(x, parts)
-        elif nbytes <= SMALL or dtype not in _IN_RINGS:
+        elif nbytes <= SMALL or dtype not in IN_RINGS:
             x = _join(parts)
             self._reduce_in_parts(x, op, sign)
             _copy_parts(x, parts)
         else:
-            self._agree(sign, self._ring_reduce(parts, op))
+            self._agree(sign, self._rings.all_reduce(parts, op))
         return UNKNOWN
 
-    def _ring_reduce(self, parts: Sequence[Tensor], op: Op) -> list[Flow]:
-        """A ring around which sums grow, and then pass around once more; each lane has a range of its own."""
-        total, size = sum(p.numel() for p in parts), self.size
-        flows = []
-        for number, (start, stop) in enumerate(_cut(total, self._count_lanes(count_bytes(parts)))):
-            edges = [(start + a, start + b) for a, b in _cut(stop - start, size)]
-            room = PIECE // parts[0].element_size()
-
-            def tiles(chunk: int, edges: list[tuple[int, int]] = edges, room: int = room) -> Iterator[Tensor]:
-                return (tile for tile, _ in cut_tiles(parts, *edges[chunk % size], room))
-
-            first = (self._scale(tile, op) for tile in tiles(self.rank - 1))
-            scratch = torch.empty(room, dtype=parts[0].dtype)
-            flows.append(self._flow(number, first, self._ring_pieces(tiles, scratch, op)))
-        return flows
-
-    def _ring_pieces(self, tiles: Callable[[int], Iterator[Tensor]], scratch: Tensor, op: Op) -> Iterator[Piece]:
-        for step in range(1, self.size):  # sums grow
-            for tile in tiles(self.rank - 1 - step):
-                came = scratch[: tile.numel()]
-                yield Piece(as_bytes(came), partial(self._add, came, tile, op, tile), as_bytes(tile))
-        for step in range(self.size - 1):  # and pass around; the last chunk is kept
-            for tile in tiles(self.rank - 1 - step):
-                view = as_bytes(tile)
-                yield Piece(view, None, view if step < self.size - 2 else None)
-
-    def _scale(self, tile: Tensor, op: Op) -> memoryview:
-        """A mean is divided first, so that nothing overflows."""
-        if op == "mean":
-            tile.mul_(1.0 / self.size)
-        return as_bytes(tile)
-
-    def _add(self, came: Tensor, own: Tensor, op: Op, out: Tensor) -> None:
-        if op == "mean":
-            torch.add(came, own, alpha=1.0 / self.size, out=out)
-        else:
-            STEPS[op](came, own, out=out)
-
-    def _reduce_in_parts(self, x: Tensor, op: Op, sign: _Sign) -> None:
+    def _reduce_in_parts(self, x: Tensor, op: Op, sign: Sign) -> None:
         """Each rank reduces a part, in the order of ranks, and sends it to all: two ways through the network."""
-        edges = _cut(x.numel(), self.size)
+        edges = cut_evenly(x.numel(), self.size)
         mine = x[slice(*edges[self.rank])]
         if x.numel() * x.element_size() <= SMALL:
             key = self._next_key()
@@ -223,11 +147,11 @@ class SocketTransport(Transport):
             return
         came = [torch.empty_like(mine) for _ in range(self.size)]
         parts = [x[slice(*edge)] for edge in edges]
-        self._agree(sign, self._swap(parts, came))
+        self._agree(sign, self._rings.swap(parts, came))
         combine(came, op, mine)
-        self._run(self._ring_gather(mine, parts))
+        self._run(self._rings.all_gather(mine, parts))
 
-    def _combine_all(self, sign: _Sign, bodies: Sequence[bytes], op: Op, x: Tensor) -> None:
+    def _combine_all(self, sign: Sign, bodies: Sequence[bytes], op: Op, x: Tensor) -> None:
         """Reduce `x` with what the other ranks sent, in the order of ranks."""
         opened = [self._open(sign, r, body) for r, body in zip(self._others, bodies, strict=True)]
         if x.numel():
@@ -238,78 +162,37 @@ class SocketTransport(Transport):
     @_translate_errors
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         """A ring: what arrives has come through all ranks before me; I add mine and pass it on."""
-        sign = self._sign("reduce_scatter", f"{op} of {x.numel()} x {x.dtype} ({_digest(counts)})")
+        sign = self._sign(f"reduce_scatter {op} of {x.numel()} x {x.dtype} ({_digest(counts)})")
         chunks = x.split(list(counts))
-        if x.dtype not in _IN_RINGS or count_bytes([x]) <= SMALL:
+        if x.dtype not in IN_RINGS or count_bytes([x]) <= SMALL:
             came = [torch.empty_like(out) for _ in range(self.size)]
             self._trade(sign, chunks, came)
             if out.numel():
                 combine(came, op, out)
             return UNKNOWN
-        lanes = self._count_lanes(count_bytes([x]))
-        self._agree(sign, [self._scatter_flow(chunks, lane, lanes, op, out) for lane in range(lanes)])
+        self._agree(sign, self._rings.reduce_scatter(chunks, op, out))
         return UNKNOWN
-
-    def _scatter_flow(self, chunks: Sequence[Tensor], lane: int, lanes: int, op: Op, out: Tensor) -> Flow:
-        room = PIECE // out.element_size()
-        lines = [chunk[slice(*_cut(chunk.numel(), lanes)[lane])] for chunk in chunks]
-        target = out[slice(*_cut(out.numel(), lanes)[lane])]
-        spare = [torch.empty(room, dtype=out.dtype) for _ in range(_SPARE)]
-
-        def first() -> Iterator[memoryview]:
-            for tile in _tiles(lines[(self.rank - 1) % self.size]):
-                yield as_bytes(tile if op != "mean" else tile * (1.0 / self.size))
-
-        def pieces() -> Iterator[Piece]:
-            number = 0
-            for step in range(1, self.size):
-                chunk = (self.rank - 1 - step) % self.size
-                ends = _tiles(target) if chunk == self.rank else iter(())
-                for tile in _tiles(lines[chunk]):
-                    came = spare[number % _SPARE][: tile.numel()]
-                    number += 1
-                    if chunk == self.rank:
-                        yield Piece(as_bytes(came), partial(self._add, came, tile, op, next(ends)))
-                    else:
-                        view = as_bytes(came)
-                        yield Piece(view, partial(self._add, came, tile, op, came), view, True)
-
-        return self._flow(lane, first(), pieces(), spare=_SPARE)
 
     @_translate_errors
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
         """A ring: each rank passes on what it receives, piece by piece."""
         sizes = [out.numel() for out in outs]
-        sign = self._sign("all_gather", f"{sum(sizes)} x {x.dtype} ({_digest(sizes)})")
+        sign = self._sign(f"all_gather {sum(sizes)} x {x.dtype} ({_digest(sizes)})")
         if count_bytes(outs) <= SMALL:
             key = self._send_to_all(sign, as_bytes(x) if x.numel() else b"")
             outs[self.rank].copy_(x)
             for r, body in zip(self._others, self._take(self._others, key), strict=True):
                 _fill(outs[r], self._open(sign, r, body))
             return UNKNOWN
-        self._agree(sign, self._ring_gather(x, outs))
+        self._agree(sign, self._rings.all_gather(x, outs))
         return UNKNOWN
-
-    def _ring_gather(self, x: Tensor, outs: Sequence[Tensor]) -> list[Flow]:
-        outs[self.rank].copy_(x)
-        lanes = self._count_lanes(count_bytes(outs))
-        flows = []
-        for lane in range(lanes):
-            lines = [out[slice(*_cut(out.numel(), lanes)[lane])] for out in outs]
-            pieces = (
-                Piece(view, None, view if step < self.size - 1 else None)
-                for step in range(1, self.size)
-                for view in _views(lines[(self.rank - step) % self.size])
-            )
-            flows.append(self._flow(lane, _views(lines[self.rank]), pieces))
-        return flows
 
     @_translate_errors
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
         """A chain from `src` on: each rank passes a piece on while the next one comes. Few bytes go to all at once."""
         views = [as_bytes(part) for part in parts if part.numel()]
         nbytes = sum(map(len, views))
-        sign = self._sign("broadcast", f"{nbytes} bytes from rank {src}")
+        sign = self._sign(f"broadcast {nbytes} bytes from rank {src}")
         if nbytes * (self.size - 1) <= SMALL:
             key = self._send_to_all(sign, b"".join(views) if self.rank == src else b"")
             bodies = self._take(self._others, key)
@@ -319,35 +202,29 @@ class SocketTransport(Transport):
                     view[:] = told[at : at + len(view)]
                     at += len(view)
             return UNKNOWN
-        place = (self.rank - src) % self.size
-        lanes = self._count_lanes(nbytes)
-        flows = []
-        for lane, (start, stop) in enumerate(_cut(nbytes, lanes)):
-            lines = [part.view(torch.uint8) for part in parts]
-            tiles = [as_bytes(tile) for tile, _ in cut_tiles(lines, start, stop, PIECE)]
-            passes_on = place < self.size - 1
-            pieces = [Piece(tile, None, tile if passes_on else None) for tile in tiles] if place else []
-            flows.append(self._flow(lane, tiles if place == 0 else [], pieces, sends=passes_on, receives=place > 0))
+        flows = self._rings.broadcast(parts, (self.rank - src) % self.size)
         self._agree(sign, flows, early=False)  # a rank that has all its bytes would not hear that another disagrees
         return UNKNOWN
 
     @_translate_errors
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
-        sign = self._sign("all_to_all", str(parts[0].dtype))
+        sign = self._sign(f"all_to_all {parts[0].dtype}")
         pairs = [(part.numel(), out.numel()) for part, out in zip(parts, outs, strict=True)]
         key = self._next_key()
-        small = [count_bytes([part]) <= _INLINE for part in parts]
+        small = [count_bytes([part]) <= INLINE for part in parts]
         for r in self._others:
             head = struct.pack("<qq", *pairs[r])
             body = as_bytes(parts[r]) if small[r] and parts[r].numel() else b""
             self._mail.send(r, key, sign.packed + head + body)
-        bodies = [self._open(sign, r, body) for r, body in zip(self._others, self._take(self._others, key), strict=True)]
+        bodies = [
+            self._open(sign, r, body) for r, body in zip(self._others, self._take(self._others, key), strict=True)
+        ]
         self._compare_sizes(pairs, dict(zip(self._others, bodies, strict=True)))
         outs[self.rank].copy_(parts[self.rank])
         for r, body in zip(self._others, bodies, strict=True):
-            if count_bytes([outs[r]]) <= _INLINE:
+            if count_bytes([outs[r]]) <= INLINE:
                 _fill(outs[r], body[16:])
-        flows = self._swap(parts, outs, least=_INLINE)
+        flows = self._rings.swap(parts, outs, least=INLINE)
         if flows:
             self._run(flows)
         return UNKNOWN
@@ -363,10 +240,10 @@ class SocketTransport(Transport):
                         f"expects {m}"
                     )
 
-    def _trade(self, sign: _Sign, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    def _trade(self, sign: Sign, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Send each rank its part and receive mine of each, whose sizes are known; few bytes go as messages."""
         if sum(part.numel() for part in parts) * parts[0].element_size() > SMALL:
-            self._agree(sign, self._swap(parts, outs))
+            self._agree(sign, self._rings.swap(parts, outs))
             return
         key = self._next_key()
         for r in self._others:
@@ -374,27 +251,6 @@ class SocketTransport(Transport):
         outs[self.rank].copy_(parts[self.rank])
         for r, body in zip(self._others, self._take(self._others, key), strict=True):
             _fill(outs[r], self._open(sign, r, body))
-
-    def _swap(self, parts: Sequence[Tensor], outs: Sequence[Tensor], *, least: int = 0) -> list[Flow]:
-        """Flows in which each rank gets its part from each; those of up to `least` bytes stay."""
-        outs[self.rank].copy_(parts[self.rank])
-        flows = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            given, came = self._cut_lanes(parts[to], least), self._cut_lanes(outs[source], least)
-            for lane in range(max(len(given), len(came))):
-                out = self._links.open_out(to, f"swap{lane}") if lane < len(given) else None
-                taken = self._links.open_in(source, f"swap{lane}") if lane < len(came) else None
-                first = _views(given[lane]) if out is not None else iter(())
-                pieces = map(Piece, _views(came[lane])) if taken is not None else iter(())
-                flows.append(Flow(out, taken, first, pieces))
-        return flows
-
-    def _cut_lanes(self, x: Tensor, least: int) -> list[Tensor]:
-        """A message to one rank of several in parts, one for each connection; both ends cut it alike."""
-        nbytes = count_bytes([x])
-        lanes = max(1, min(self._links.lanes // max(1, self.size - 1), nbytes // _LANE_BYTES))
-        return [x[start:stop] for start, stop in _cut(x.numel(), lanes)] if nbytes > least else []
 
     # From one rank to another ----------------------------------------------------------------------------
 
@@ -445,21 +301,21 @@ class SocketTransport(Transport):
     @_translate_errors
     def exchange(self, data: bytes) -> list[bytes]:
         """Every rank's size and bytes in one round; those of long ones in another."""
-        sign = self._sign("exchange", "of objects or shapes")
+        sign = self._sign("exchange of objects or shapes")
         head = struct.pack("<q", len(data))
-        key = self._send_to_all(sign, head + (data if len(data) <= _INLINE else b""))
+        key = self._send_to_all(sign, head + (data if len(data) <= INLINE else b""))
         found: list[bytes | bytearray] = []
         long: list[Tensor] = []
         for r, body in zip(self._others, self._take(self._others, key), strict=True):
             told = self._open(sign, r, body)
             (size,) = struct.unpack_from("<q", told)
-            found.append(bytes(told[8:]) if size <= _INLINE else bytearray(size))
+            found.append(bytes(told[8:]) if size <= INLINE else bytearray(size))
         found.insert(self.rank, data)
         empty = torch.empty(0, dtype=torch.uint8)
         outs = [_as_tensor(x, torch.uint8) if isinstance(x, bytearray) else empty for x in found]
-        mine = _as_tensor(bytearray(data), torch.uint8) if len(data) > _INLINE else empty
+        mine = _as_tensor(bytearray(data), torch.uint8) if len(data) > INLINE else empty
         long = [empty if r == self.rank else mine for r in range(self.size)]
-        flows = self._swap(long, outs, least=1)
+        flows = self._rings.swap(long, outs, least=1)
         if flows:
             self._run(flows)
         return [bytes(x) for x in found]
@@ -470,19 +326,16 @@ class SocketTransport(Transport):
         if not goes_at_once(x.numel() * x.element_size()):
             return None
         x, key = x.detach().view(-1), (sequence, 0)
-        sign = self._sign("all_reduce", f"{op} of {x.numel()} x {x.dtype}", (sequence, signature))
+        sign = make_sign(f"all_reduce {op} of {x.numel()} x {x.dtype}", sequence, signature, self.rank)
         self._post(sign, key, x)
         return partial(self._end_post, sign, key, x, op), partial(self._has_come, key)
 
     @_translate_errors
-    def _post(self, sign: _Sign, key: Key, x: Tensor) -> None:
+    def _post(self, sign: Sign, key: Key, x: Tensor) -> None:
         self._send_to_all(sign, as_bytes(x), key)
 
-    def _end_post(self, sign: _Sign, key: Key, x: Tensor, op: Op) -> float:
-        return self._end_all_reduce(sign, key, x, op)
-
     @_translate_errors
-    def _end_all_reduce(self, sign: _Sign, key: Key, x: Tensor, op: Op) -> float:
+    def _end_post(self, sign: Sign, key: Key, x: Tensor, op: Op) -> float:
         self._combine_all(sign, self._take(self._others, key), op, x)
         return UNKNOWN
 
@@ -533,25 +386,6 @@ class SocketTransport(Transport):
         if self._is_closed:
             raise PeerLost("the connections of this world were closed, or lost before")
 
-    def _count_lanes(self, nbytes: int) -> int:
-        """Over how many connections an operation of so many bytes goes; the same on every rank."""
-        return max(1, min(self._links.lanes, nbytes // (self.size * _LANE_BYTES)))
-
-    def _flow(
-        self,
-        lane: int,
-        first: Any,
-        pieces: Any,
-        *,
-        sends: bool = True,
-        receives: bool = True,
-        spare: int = 0,
-    ) -> Flow:
-        """A flow to the next rank and from the previous one."""
-        out = self._links.open_out(self._next, f"ring{lane}") if sends else None
-        source = self._links.open_in(self._previous, f"ring{lane}") if receives else None
-        return Flow(out, source, first, pieces, spare=spare)
-
     def _run(self, flows: list[Flow]) -> None:
         """Run flows, each in a thread if there are cores for that."""
         width = self._links.lanes
@@ -564,10 +398,10 @@ class SocketTransport(Transport):
                 flows[0].run(self._patience())
             return
         groups = [flows[i::width] for i in range(min(width, len(flows)))]
-        jobs = [partial(_run_together, group, self._patience()) for group in groups]
+        jobs: list[Callable[[], None]] = [partial(_run_together, group, self._patience()) for group in groups]
         self._helpers.run(jobs, lambda: self._links.end("another lane of this operation has failed"))
 
-    def _agree(self, sign: _Sign, flows: list[Flow], *, early: bool = True) -> None:
+    def _agree(self, sign: Sign, flows: list[Flow], *, early: bool = True) -> None:
         """Tell the next rank what I am about to do, and hear it from the previous one, while the first bytes leave."""
         key = self._next_key()
         self._mail.send(self._next, key, sign.packed)
@@ -582,7 +416,7 @@ class SocketTransport(Transport):
         self._part += 1
         return key
 
-    def _send_to_all(self, sign: _Sign, payload: bytes | memoryview, key: Key | None = None) -> Key:
+    def _send_to_all(self, sign: Sign, payload: bytes | memoryview, key: Key | None = None) -> Key:
         self._check_open()
         key = self._next_key() if key is None else key
         body = sign.packed + payload
@@ -593,32 +427,11 @@ class SocketTransport(Transport):
     def _take(self, sources: Sequence[int], key: Key) -> list[bytes]:
         return self._mail.take(sources, key, self._patience())
 
-    def _sign(self, what: str, sign: str, given: tuple[int, CallSignature | None] | None = None) -> _Sign:
-        sequence, signature = (self.sequence, self.signature) if given is None else given
-        text = f"{what} {sign} as collective {sequence}" if sequence else f"{what} {sign}"
-        if signature is None:
-            encoded = text.encode()[:1000]
-            return _Sign(_SIGN.pack(0, 0, self.rank, len(encoded)) + encoded, 0, 0, self.rank, encoded)
-        numbers = signature.what, signature.where, signature.rank
-        encoded = text.encode()[:1000] + _PLACE + signature.place.encode()[:1000]
-        return _Sign(_SIGN.pack(*numbers, len(encoded)) + encoded, *numbers, encoded, signature)
+    def _sign(self, operation: str) -> Sign:
+        return make_sign(operation, self.sequence, self.signature, self.rank)
 
-    def _open(self, mine: _Sign, rank: int, body: bytes) -> memoryview:
-        """What a message carries, after comparing what its rank is about to do."""
-        what, where, number, length = _SIGN.unpack_from(body)
-        text = body[_SIGN.size : _SIGN.size + length]
-        theirs = _Sign(b"", what, where, number, text)
-        if what != mine.what or text.partition(_PLACE)[0] != mine.text.partition(_PLACE)[0]:
-            calls = self._describe_both(mine, theirs, rank)
-            both = " and ".join(f"rank {call.rank} has {call.text}" for call in calls[::-1])
-            name = mine.text.partition(b" ")[0].decode()
-            raise Mismatch(f"{name}: the ranks disagree; {both}", calls=[call for call in calls if call.what])
-        if mine.signature is not None:
-            mine.signature.check_places([mine.where, where], lambda: self._describe_both(mine, theirs, rank))
-        return memoryview(body)[_SIGN.size + length :]
-
-    def _describe_both(self, mine: _Sign, theirs: _Sign, rank: int) -> list[CallDescription]:
-        return [mine.describe(self.rank), theirs.describe(rank)]
+    def _open(self, mine: Sign, rank: int, body: bytes) -> memoryview:
+        return open_message(mine, self.rank, rank, body)
 
     def _explain_failure(self, what: str, problem: str, calls: Sequence[CallDescription] | None) -> Exception:
         """What to raise: my own finding, another rank's, or who is missing. The others learn it, or see me leave.
@@ -646,21 +459,6 @@ def _run_together(flows: Sequence[Flow], patience: Patience) -> None:
     """Run flows in one thread: one after the other, as each has its own peers and their memory holds what comes."""
     for flow in flows:
         flow.run(patience)
-
-
-def _cut(length: int, parts: int) -> list[tuple[int, int]]:
-    """`length` elements in parts that differ by one at most."""
-    each, more = divmod(length, parts)
-    starts = [r * each + min(r, more) for r in range(parts + 1)]
-    return list(zip(starts, starts[1:], strict=False))
-
-
-def _tiles(x: Tensor) -> Iterator[Tensor]:
-    return iter(x.split(PIECE // x.element_size())) if x.numel() else iter(())
-
-
-def _views(x: Tensor) -> Iterator[memoryview]:
-    return map(as_bytes, _tiles(x))
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

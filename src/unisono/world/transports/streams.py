@@ -2,8 +2,8 @@
 
 A stream goes one way. Its bytes are numbered: the receiver tells, on the way back, how many it has, and when another
 connection takes the place of one that broke, the sender goes on from there. So what has been sent is kept until the
-other end has it. Small things are copied; of large ones only a view is kept, so whoever owns that memory leaves it as it
-is until `settled` is true.
+other end has it. Small things are copied; of large ones only a view is kept, so whoever owns that memory leaves it as
+it is until `settled` is true.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class OutStream:
             self._broke_at = time.monotonic()
 
     def close(self) -> None:
-        """Close the connection for good. What the other end has told is read first: the kernel would answer unread bytes
-        with a reset, which may overtake what is still on its way."""
+        """Close the connection for good. What the other end has told is read first: the kernel would answer bytes that
+        are unread with a reset, which may overtake what is still on its way."""
         with contextlib.suppress(OSError):
             while self.wire is not None and self.wire.recv(4096):
                 continue

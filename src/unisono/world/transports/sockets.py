@@ -69,6 +69,8 @@ def _translate_errors(method: F) -> F:
         except (Mismatch, OSError) as error:
             problem, calls = str(error), error.calls if isinstance(error, Mismatch) else None
             traceback.clear_frames(error.__traceback__)
+        if args and isinstance(args[0], Sign):  # begun earlier than what has run since
+            self.signature = args[0].signature
         raise self._explain_failure(method.__name__, problem, calls)
 
     return run  # type: ignore[return-value]

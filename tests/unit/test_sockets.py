@@ -75,10 +75,8 @@ class Relay:
         with self._lock:
             ends, self._ends = self._ends, []
         for end in ends:
-            try:
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ __all__ = ["IN_RINGS", "PIECE", "Rings", "cut_evenly"]
 
 PIECE = 512 << 10  # bytes that are received, worked on and sent on at a time
 _LANE_BYTES = 2 << 20  # that each connection of an operation moves at least
-_SPARE = 8  # pieces of a reduce-scatter that may be under way
+_MORE = 5  # pieces of a reduce-scatter that may be under way, besides one chunk's
 IN_RINGS = {  # dtypes that are added at each hop; others are added by one rank, and rounded once
     torch.float32,
     torch.float64,
@@ -79,7 +79,13 @@ class Rings:
     def _scatter_lane(self, chunks: Sequence[Tensor], lane: int, lanes: int, op: Op, out: Tensor) -> Flow:
         lines = [_take_part(chunk, lane, lanes) for chunk in chunks]
         target = _take_part(out, lane, lanes)
-        spare = [torch.empty(PIECE // out.element_size(), dtype=out.dtype) for _ in range(_SPARE)]
+        room = PIECE // out.element_size()
+        # A rank sends a chunk of its own first, while another one's comes: with no room for that, all would wait in a
+        # circle. Up to four pieces may have arrived without the sender's being told.
+        count = -(-max(line.numel() for line in lines) // room) + _MORE
+        spare = (
+            list(torch.empty(count, room, dtype=out.dtype)) if self.size > 2 else [torch.empty(room, dtype=out.dtype)]
+        )
 
         def first() -> Iterator[memoryview]:
             for tile in _cut_tiles(lines[(self.rank - 1) % self.size]):
@@ -93,7 +99,7 @@ class Rings:
                 for tile, end in zip(
                     _cut_tiles(lines[chunk]), _cut_tiles(target if is_mine else lines[chunk]), strict=True
                 ):
-                    came = spare[number % _SPARE][: tile.numel()]
+                    came = spare[number % len(spare)][: tile.numel()]
                     number += 1
                     if is_mine:
                         yield Piece(as_bytes(came), partial(self._add, came, tile, op, end), reused=True)
@@ -101,7 +107,7 @@ class Rings:
                         view = as_bytes(came)
                         yield Piece(view, partial(self._add, came, tile, op, came), view, reused=True)
 
-        return self._flow(lane, first(), pieces(), spare=_SPARE)
+        return self._flow(lane, first(), pieces(), spare=len(spare))
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> list[Flow]:
         """A ring: each rank passes on what it receives, piece by piece."""

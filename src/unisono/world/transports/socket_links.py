@@ -82,6 +82,13 @@ class Links:
         if self._ended:
             raise LinkLost(self._ended)
 
+    def tend(self) -> None:
+        """Look after all streams: who waits for one may itself be waited for in another."""
+        with self._lock:
+            outs = list(self._outs.values())
+        for stream in outs:
+            stream.tend()
+
     def end(self, why: str) -> None:
         """End all waits of this group, from any thread: its connections are shut down, and `check` raises."""
         self._ended = self._ended or why

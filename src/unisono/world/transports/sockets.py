@@ -382,7 +382,7 @@ class SocketTransport(Transport):
     # Inside ----------------------------------------------------------------------------------------------
 
     def _patience(self) -> Patience:
-        return Patience(self.timeout_s, self._links.check)
+        return Patience(self.timeout_s, self._links.check, self._links.tend)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -26,7 +26,7 @@ _ACK_EVERY = 256 << 10  # bytes received until the sender is told
 _HEAR_EVERY = 256 << 10  # bytes sent until the sender looks what it was told
 _AGAIN_S = 0.1  # between two attempts to connect, or two questions whether the other end still lives
 _FIRST_S = 1.0  # until that is asked of a rank that has not connected yet
-_SLICE_S = 0.5  # that a rank sleeps at most before it looks whether the wait has been ended
+_SLICE_S = 0.25  # that a rank sleeps at most before it looks after all its streams, and whether the wait has been ended
 
 
 class LinkLost(ConnectionError):
@@ -50,11 +50,14 @@ class Wire(Protocol):
 
 
 class Patience:
-    """How long one operation waits: `timeout_s` without a byte moved, or until `check` raises."""
+    """How long one operation waits: `timeout_s` without a byte moved, or until `check` raises.
 
-    def __init__(self, timeout_s: float, check: Callable[[], None]) -> None:
-        self._timeout_s, self._check = timeout_s, check
-        self._since = time.monotonic()
+    `tend` is called now and then while it waits: it looks after the streams of other operations.
+    """
+
+    def __init__(self, timeout_s: float, check: Callable[[], None], tend: Callable[[], None]) -> None:
+        self._timeout_s, self._check, self._tend = timeout_s, check, tend
+        self._since = self._tended = time.monotonic()
 
     def moved(self) -> None:
         """Note that something has moved."""
@@ -63,8 +66,12 @@ class Patience:
     def look(self) -> None:
         """Raise LinkLost if nothing has moved for too long, or what `check` raises."""
         self._check()
-        if time.monotonic() - self._since > self._timeout_s:
+        now = time.monotonic()
+        if now - self._since > self._timeout_s:
             raise LinkLost(f"nothing has come or gone for {self._timeout_s:g} s")
+        if now - self._tended >= _SLICE_S:
+            self._tended = now
+            self._tend()
 
 
 class OutStream:
@@ -73,6 +80,7 @@ class OutStream:
 
     def __init__(self, connect: Callable[[], Wire | None]) -> None:
         self._connect = connect
+        self._lock = threading.Lock()
         self.wire: Wire | None = None
         self._kept: deque[memoryview] = deque()
         self._first = 0  # number of the first byte that is kept
@@ -92,13 +100,12 @@ class OutStream:
         size = len(data)
         if not size:
             return
-        self.queued += size
-        if isinstance(data, memoryview):
-            if size <= COPIED:
-                data = bytes(data)
-            else:
+        is_view = isinstance(data, memoryview) and size > COPIED
+        with self._lock:
+            self._kept.append(memoryview(data if is_view else bytes(data)))
+            self.queued += size
+            if is_view:
                 self._to_settle = self.queued
-        self._kept.append(memoryview(data))
 
     @property
     def settled(self) -> bool:
@@ -107,6 +114,20 @@ class OutStream:
 
     def pump(self) -> bool:
         """Send what can be sent now, one view at most; whether anything has moved."""
+        with self._lock:
+            return self._pump()
+
+    def tend(self) -> None:
+        """Look after what the other end does not have yet: it may have been lost with a connection, long after it left
+        here. Called by any thread; does nothing if another is at it."""
+        if self.acked < self.queued and self._lock.acquire(blocking=False):
+            try:
+                while self.acked < self.queued and self._pump():
+                    continue
+            finally:
+                self._lock.release()
+
+    def _pump(self) -> bool:
         if self.wire is None and not self._open():
             return False
         wire = self.wire

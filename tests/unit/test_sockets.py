@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 from unisono import PeerLost
 from unisono.launchers.runtime.channel import Channel, NotProven, connect_once
 from unisono.world.transports import socket_links
+from unisono.world.transports.encryption import wrap_client, wrap_server
 from unisono.world.transports.sockets import SocketTransport
 
 pytestmark = pytest.mark.timeout(60)
@@ -84,17 +85,14 @@ def relays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Relay]]:
     """A relay before each rank's door, in the order in which the doors open."""
     made: list[Relay] = []
     lock = threading.Lock()
-    real = socket_links.Door
 
-    def open_door(*args: Any, **kwargs: Any) -> Any:
-        door = real(*args, **kwargs)
-        relay = Relay(("127.0.0.1", door.port))
-        door.port = relay.port
+    def find_port(listener: socket.socket) -> int:
+        relay = Relay(listener.getsockname())
         with lock:
             made.append(relay)
-        return door
+        return int(relay.port)
 
-    monkeypatch.setattr(socket_links, "Door", open_door)
+    monkeypatch.setattr(socket_links, "_find_port", find_port)
     yield made
     for relay in made:
         relay.close()
@@ -286,3 +284,122 @@ def test_a_rank_that_says_nothing_for_too_long_is_lost() -> None:
 
     text, _ = run_ranks(work, timeout_s=0.5)
     assert "nothing has come or gone for 0.5 s" in text
+
+
+KNOWN = b"a gradient that a listener would recognise" * 3000
+
+
+def send_known(transport: SocketTransport) -> list[float]:
+    """A large and a small message with bytes that can be looked for."""
+    x = torch.frombuffer(bytearray(KNOWN), dtype=torch.uint8).clone()
+    transport.broadcast([x], 0)
+    y = torch.frombuffer(bytearray(KNOWN[:420]), dtype=torch.uint8).clone()
+    transport.broadcast([y], 0)
+    transport.all_reduce([z := torch.ones(300_000)], "sum")
+    return [z.min().item(), z.max().item(), float(bytes(x.numpy()) == KNOWN), float(bytes(y.numpy()) == KNOWN[:420])]
+
+
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+def test_known_bytes_are_on_the_plain_wire_and_not_on_the_encrypted_one(
+    relays: list[Relay], encrypt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_ENCRYPT", encrypt)
+    assert run_ranks(send_known) == [[2.0, 2.0, 1.0, 1.0]] * 2
+    seen = b"".join(bytes(relay.seen) for relay in relays)
+    assert len(seen) > len(KNOWN)
+    assert (KNOWN[:42] in seen) == (encrypt == "0")
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_an_encrypted_connection_that_breaks_goes_on_too(
+    relays: list[Relay], lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_ENCRYPT", "1")
+    monkeypatch.setattr(socket_links, "_count_lanes", lambda: lanes)
+
+    def work(transport: SocketTransport) -> list[float]:
+        transport.all_reduce([torch.ones(3)], "sum")
+        if transport.rank == 0:
+            for relay in relays:
+                relay.cut_after(1_000_000)
+        transport.all_reduce([x := torch.ones(2_000_000)], "sum")
+        return [x.min().item(), x.max().item()]
+
+    assert run_ranks(work) == [[2.0, 2.0]] * 2
+    assert sum(relay.cuts for relay in relays) == 2
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_who_stands_in_the_middle_of_an_encrypted_connection_is_refused_on_both_sides(knows: bool) -> None:
+    """Its own handshake with either side; it passes the proofs on as they are, or has a secret of its own."""
+    secret, other = b"the secret of this run, which is long", b"another secret, which is long enough, too"
+    real, fake = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    outcomes: dict[str, Any] = {}
+
+    def serve() -> None:
+        sock, _ = real.accept()
+        channel = Channel(wrap_server(sock), secret, server=True)
+        try:
+            channel.sock.settimeout(5)
+            channel.flush()
+            while not channel.proven and channel.receive() is not None:
+                continue
+            outcomes["server"] = channel.proven
+        except OSError as error:
+            outcomes["server"] = error
+        finally:
+            channel.close()
+
+    def stand_between() -> None:
+        near = wrap_server(fake.accept()[0])
+        near.settimeout(5)
+        if not knows:
+            channel = Channel(near, other, server=True)
+            with contextlib.suppress(OSError):
+                channel.flush()
+                while not channel.proven and channel.receive() is not None:
+                    continue
+            near.close()
+            with contextlib.suppress(OSError):
+                connect_once(*real.getsockname(), other, timeout_s=5.0, wrap=wrap_client).close()
+            return
+        far = wrap_client(socket.create_connection(real.getsockname()))
+        with contextlib.suppress(OSError):
+            near.send(far.recv(4096))  # the nonce
+            far.send(near.recv(4096))  # the proof of whoever connects
+            near.send(far.recv(4096))
+        near.close()
+        far.close()
+
+    threads = [threading.Thread(target=run) for run in (serve, stand_between)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(NotProven):
+        connect_once(*fake.getsockname(), secret, timeout_s=5.0, wrap=wrap_client)
+    for thread in threads:
+        thread.join()
+    assert isinstance(outcomes["server"], NotProven)
+    for listener in (real, fake):
+        listener.close()
+
+
+def test_both_ends_of_an_encrypted_connection_prove_the_secret() -> None:
+    secret, listener = b"the secret of this run, which is long", socket.create_server(("127.0.0.1", 0))
+    proven: list[bool] = []
+
+    def serve() -> None:
+        channel = Channel(wrap_server(listener.accept()[0]), secret, server=True)
+        channel.sock.settimeout(5)
+        channel.flush()
+        while not channel.proven:
+            channel.receive()
+        proven.append(channel.proven)
+        channel.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    channel = connect_once(*listener.getsockname(), secret, timeout_s=5.0, wrap=wrap_client)
+    thread.join()
+    assert proven == [True]
+    channel.close()
+    listener.close()

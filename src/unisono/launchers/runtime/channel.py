@@ -187,7 +187,8 @@ class Channel:
         self.proven = True
 
     def _sign(self, what: bytes, nonces: bytes) -> bytes:
-        return hmac.digest(self._token, what + nonces, hashlib.sha256)
+        binding = getattr(self.sock, "binding", b"")  # of an encrypted connection: whoever stands between has two
+        return hmac.digest(self._token, what + nonces + binding, hashlib.sha256)
 
     # -- 2. frames -----------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ FOR_USERS = {
     "UNISONO_DEBUGGER": "0: no debugger. In a worker: the addresses of the launcher's debugger hub",
     "UNISONO_DEBUG_WAIT_S": "how long stopped workers wait for a prompt if there is no terminal",
     "UNISONO_DISK": "folder for the scratch files of zero(optimizer_on='disk')",
+    "UNISONO_ENCRYPT": "1: encrypt what ranks of several hosts send to each other; default: if an address is public",
     "UNISONO_FAULTS": "fault script of every run that is started with it",
     "UNISONO_HOST": "name of this host; default: the system's",
     "UNISONO_HUGE_PAGES": "0: ask for no huge pages",

@@ -23,6 +23,7 @@ from unisono.launchers.runtime.secret import SECRET, derive_secret
 from unisono.world.transports import PeerLost
 from unisono.world.transports.connections import find_address, is_of_process
 from unisono.world.transports.door import VERSION, Door, Peer
+from unisono.world.transports.encryption import is_wanted, wrap_client, wrap_server
 from unisono.world.transports.streams import InStream, LinkLost, OutStream, Wire
 
 if TYPE_CHECKING:
@@ -129,9 +130,8 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> Links:
     listener, addresses = _listen(store)
     try:
         secret = _find_secret(store.get("door/secret"))
-        door = Door(listener, secret, rank=rank)
-        mine = {"version": VERSION, "at": addresses, "port": door.port, "lanes": _count_lanes()}
-        store.set(f"door/{rank}", json.dumps(mine))
+        mine = {"version": VERSION, "at": addresses, "port": _find_port(listener), "lanes": _count_lanes()}
+        store.set(f"door/{rank}", json.dumps(mine | {"encrypt": is_wanted(addresses)}))
         keys = [f"door/{r}" for r in range(size)]
         store.wait(keys, timedelta(seconds=timeout_s))
         found = [json.loads(store.get(key)) for key in keys]
@@ -140,12 +140,21 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> Links:
         raise PeerLost(f"not all of the {size} ranks came to connect: {error}") from None
     versions = {r: each["version"] for r, each in enumerate(found) if each["version"] != VERSION}
     if versions:
+        listener.close()
         raise ValueError(
             f"this rank speaks version {VERSION} of the data plane, and other ranks do not ({versions}): install one "
             "version of unisono on all hosts"
         )
-    peers = [Peer(r, rank, [(host, each["port"]) for host in each["at"]], secret) for r, each in enumerate(found)]
+    is_encrypted = any(each["encrypt"] for each in found)
+    door = Door(listener, secret, rank=rank, wrap=wrap_server if is_encrypted else None)
+    wrap = wrap_client if is_encrypted else None
+    places = [[(host, each["port"]) for host in each["at"]] for each in found]
+    peers = [Peer(r, rank, place, secret, wrap=wrap) for r, place in enumerate(places)]
     return Links(door, peers, rank, "world", min(each["lanes"] for each in found))
+
+
+def _find_port(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
 
 
 def _find_secret(shared: bytes) -> bytes:

@@ -319,9 +319,8 @@ class InStream:
         self.drop()
         with self._lock:
             self.wire, self._fresh = self._fresh, None
-        if self._was_connected or self.received:
-            self._told = -1  # the sender waits to be told where to go on
-            self.acknowledge()
+        self._told = -1  # the sender waits to be told where to go on, unless it has never connected before
+        self.acknowledge()
         self._was_connected = True
 
 

@@ -9,6 +9,7 @@ connections go on.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import sys
@@ -27,6 +28,7 @@ __all__ = ["VERSION", "Door", "Peer", "Wrap"]
 
 VERSION = 1  # of what is said at the door, and of all that follows
 _ATTEMPT_S = 3.0  # to connect and prove both ends
+_SAID_AFTER_S = 5.0  # of attempts that failed
 _DYING_S = 0.5  # that a door is closed until its process counts as gone
 _REFUSALS = 3  # after which another secret, or another service, is taken for certain
 _MOST_NAMED = 5  # strangers that are told of
@@ -157,6 +159,7 @@ class Peer:
         self._addresses = list(addresses)
         self._refused_since: float | None = None
         self._not_proven = 0
+        self._failing_since = 0.0
 
     def connect(self, group: str, lane: str, timeout_s: float = _ATTEMPT_S) -> Wire | None:
         """A connection that carries a stream of `group`; None if that has to be tried again. LinkLost: it is gone.
@@ -174,7 +177,7 @@ class Peer:
                 problems.append(error)
                 continue
             self._addresses.insert(0, self._addresses.pop(place))  # what works is tried first
-            self._refused_since = None
+            self._refused_since, self._failing_since = None, 0.0
             return cast(Wire, sock)
         self._judge(problems)
         return None
@@ -219,10 +222,15 @@ class Peer:
                 f"what listens at {self.describe()} is not rank {self.rank} of this run ({problems[-1]}): every worker "
                 "must be given the same secret"
             )
+        now = time.monotonic()
         if not all(isinstance(error, ConnectionRefusedError) for error in problems):
             self._refused_since = None
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since > _SAID_AFTER_S:
+                self._failing_since = math.inf
+                text = f"rank {self._me} cannot reach rank {self.rank} at {self.describe()} ({problems[-1]})"
+                print(f"unisono: {text}; it goes on trying", file=sys.stderr, flush=True)
             return
-        now = time.monotonic()
         self._refused_since = self._refused_since or now
         if now - self._refused_since > _DYING_S:
             raise LinkLost(f"nobody listens any more at {self.describe()}, the door of rank {self.rank}")

@@ -176,7 +176,10 @@ def _listen(store: Store) -> tuple[socket.socket, list[str]]:
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
-        address = address_of_interface(named)
+        try:
+            address = address_of_interface(named)
+        except OSError as error:
+            raise OSError(f"GLOO_SOCKET_IFNAME={named}: that interface has no IPv4 address here ({error})") from None
         return _open_listener(address), [address]
     place = find_address(store)
     host = place[0] if place is not None else _LOOPBACK if is_of_process(store) else ""

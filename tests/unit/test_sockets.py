@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
-from unisono import PeerLost
+from unisono import PeerLost, World
 from unisono.launchers.runtime.channel import Channel, NotProven, connect_once
 from unisono.world.transports import socket_links
 from unisono.world.transports.encryption import wrap_client, wrap_server
@@ -403,3 +406,69 @@ def test_both_ends_of_an_encrypted_connection_prove_the_secret() -> None:
     assert proven == [True]
     channel.close()
     listener.close()
+
+
+def test_an_outage_stands_in_the_ledger(relays: list[Relay]) -> None:
+    def work(transport: SocketTransport) -> list[str]:
+        world = World(transport, hosts=["a", "b"])
+        world.all_reduce(torch.ones(3)).wait()
+        if world.rank == 0:
+            for relay in relays:
+                relay.cut_after(1_000_000)
+        world.all_reduce(torch.ones(2_000_000), tag="gradients").wait()
+        world.all_reduce(torch.ones(2_000_000), tag="gradients").wait()
+        found = [event.values for event in world.ledger.events if event.kind == "outage"]
+        world.close()
+        assert all(values["seconds"] > 0 for values in found)
+        return [values["during"] for values in found]
+
+    found = run_ranks(work)
+    assert found[0]
+    assert set(found[0] + found[1]) == {"all_reduce gradients"}
+
+
+CHILD_THAT_STAYS = """
+import os, sys, threading
+import torch
+from torch.distributed import PrefixStore, TCPStore
+from unisono import PeerLost, World
+from unisono.world.transports.sockets import SocketTransport
+
+rank = int(sys.argv[1])
+store = TCPStore("127.0.0.1", int(sys.argv[2]), 2, is_master=False)
+transport = SocketTransport(PrefixStore("x", store), rank, 2, timeout_s=40)
+transport.all_reduce([torch.ones(3)], "sum")
+transport.all_reduce([torch.ones(300_000)], "sum")
+if rank == 1:
+    if os.fork() == 0:
+        print("child", os.getpid(), flush=True)
+        sys.stdin.read()  # until the test has ended
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+try:
+    transport.all_reduce([torch.ones(300_000)], "sum")
+except PeerLost as error:
+    print(error)
+"""
+
+
+def test_a_rank_is_lost_at_once_although_a_child_of_it_lives_on() -> None:
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-W", "ignore", "-c", CHILD_THAT_STAYS]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(store.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=50)
+        assert "rank 1" in said
+        assert "nothing has come or gone" not in said
+        assert ranks[1].wait(10) == -signal.SIGKILL
+    finally:
+        for process in ranks:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()

@@ -130,6 +130,11 @@ class Channel:
             return []
         return list(self._frames())
 
+    def take_rest(self) -> bytes:
+        """What has come behind the frames so far, if the connection has another use from now on."""
+        rest, self._in = bytes(self._in), bytearray()
+        return rest
+
     def derive_secret(self, purpose: str) -> bytes:
         """A secret that both ends know, and that tells nothing of the token."""
         return derive_secret(self._token, purpose)

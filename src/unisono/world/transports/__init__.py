@@ -83,6 +83,7 @@ class Transport(ABC):
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
     signature: CallSignature | None = None  # what it is, and where it was called
     timeout_s = float("inf")  # that a rank waits for another
+    paused_s = 0.0  # that connections of this rank were broken, before they were made again
 
     def begin(self, sequence: int, signature: CallSignature | None) -> None:
         """Take the number and the signature of the collective that follows."""

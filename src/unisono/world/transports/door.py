@@ -60,11 +60,10 @@ class Door:
 
     def open_group(self, group: str, find: Find) -> None:
         """Hand connections for `group` to the streams that `find(rank, lane)` gives."""
-        with self._lock:
+        with self._lock:  # until those that waited are handed over: a later one for the same stream replaces them
             self._groups[group] = find
-            waiting = self._early.pop(group, [])
-        for rank, lane, wire in waiting:
-            find(rank, lane).hand(wire)
+            for rank, lane, wire in self._early.pop(group, []):
+                find(rank, lane).hand(wire)
 
     def close_group(self, group: str) -> None:
         """Refuse connections for `group` from now on; with the last group the door closes."""
@@ -161,8 +160,9 @@ class Peer:
         self._not_proven = 0
         self._failing_since = 0.0
 
-    def connect(self, group: str, lane: str, timeout_s: float = _ATTEMPT_S) -> Wire | None:
-        """A connection that carries a stream of `group`; None if that has to be tried again. LinkLost: it is gone.
+    def connect(self, group: str, lane: str, timeout_s: float = _ATTEMPT_S) -> tuple[Wire, bytes] | None:
+        """A connection that carries a stream of `group`, and what has come of it with the answer; None if that has to
+        be tried again. LinkLost: it is gone.
 
         Without a `lane` only whether the rank is still there is asked, and None returned.
         """
@@ -170,7 +170,7 @@ class Peer:
         for place, (host, port) in enumerate(self._addresses):
             try:
                 channel = connect_once(host, port, self._secret, timeout_s=timeout_s, wrap=self._wrap)
-                sock = self._introduce(channel, group, lane, timeout_s)
+                is_open = self._introduce(channel, group, lane, timeout_s)
             except LinkLost:
                 raise
             except OSError as error:
@@ -178,7 +178,7 @@ class Peer:
                 continue
             self._addresses.insert(0, self._addresses.pop(place))  # what works is tried first
             self._refused_since, self._failing_since = None, 0.0
-            return cast(Wire, sock)
+            return (cast(Wire, channel.sock), channel.take_rest()) if is_open else None
         self._judge(problems)
         return None
 
@@ -190,7 +190,8 @@ class Peer:
         """Where it is reached: "10.0.0.2:40123"."""
         return " or ".join(f"{host}:{port}" for host, port in self._addresses)
 
-    def _introduce(self, channel: Channel, group: str, lane: str, timeout_s: float) -> socket.socket | None:
+    def _introduce(self, channel: Channel, group: str, lane: str, timeout_s: float) -> bool:
+        """Say what the connection is for; whether it stays open."""
         sock = channel.sock
         try:
             sock.settimeout(timeout_s)
@@ -207,12 +208,12 @@ class Peer:
                 raise LinkLost(f"rank {self.rank} has left")
             if lane:
                 sock.setblocking(False)
-                return sock
+                return True
         except BaseException:
             sock.close()
             raise
         sock.close()
-        return None
+        return False
 
     def _judge(self, problems: list[OSError]) -> None:
         """Raise LinkLost if nobody can be behind the door any more, or never was."""

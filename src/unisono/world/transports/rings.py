@@ -83,9 +83,8 @@ class Rings:
         # A rank sends a chunk of its own first, while another one's comes: with no room for that, all would wait in a
         # circle. Up to four pieces may have arrived without the sender's being told.
         count = -(-max(line.numel() for line in lines) // room) + _MORE
-        spare = (
-            list(torch.empty(count, room, dtype=out.dtype)) if self.size > 2 else [torch.empty(room, dtype=out.dtype)]
-        )
+        spare = list(torch.empty(count if self.size > 2 else 0, room, dtype=out.dtype))
+        last = torch.empty(room, dtype=out.dtype)
 
         def first() -> Iterator[memoryview]:
             for tile in _cut_tiles(lines[(self.rank - 1) % self.size]):
@@ -95,17 +94,15 @@ class Rings:
             number = 0
             for step in range(1, self.size):
                 chunk = (self.rank - 1 - step) % self.size
-                is_mine = chunk == self.rank
-                for tile, end in zip(
-                    _cut_tiles(lines[chunk]), _cut_tiles(target if is_mine else lines[chunk]), strict=True
-                ):
+                if chunk == self.rank:
+                    for tile, end in zip(_cut_tiles(lines[chunk]), _cut_tiles(target), strict=True):
+                        came = last[: tile.numel()]
+                        yield Piece(as_bytes(came), partial(self._add, came, tile, op, end))
+                    return
+                for tile in _cut_tiles(lines[chunk]):
                     came = spare[number % len(spare)][: tile.numel()]
                     number += 1
-                    if is_mine:
-                        yield Piece(as_bytes(came), partial(self._add, came, tile, op, end), reused=True)
-                    else:
-                        view = as_bytes(came)
-                        yield Piece(view, partial(self._add, came, tile, op, came), view, reused=True)
+                    yield Piece(view := as_bytes(came), partial(self._add, came, tile, op, came), view, reused=True)
 
         return self._flow(lane, first(), pieces(), spare=len(spare))
 

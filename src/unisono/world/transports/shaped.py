@@ -200,6 +200,10 @@ class ShapedTransport(Transport):
     def exchange_descriptions(self) -> list[CallDescription]:
         return self._inner.exchange_descriptions()
 
+    @property
+    def paused_s(self) -> float:  # type: ignore[override]
+        return self._inner.paused_s
+
     def abandon(self, why: Exception) -> None:
         self._inner.abandon(why)
 

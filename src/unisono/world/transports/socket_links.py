@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class Links:
         self._outs: dict[tuple[int, str], OutStream] = {}
         self._ins: dict[tuple[int, str], InStream] = {}
         self._ended = ""
+        _living.add(self)
         door.open_group(group, self._find)
 
     def open_out(self, to: int, lane: str) -> OutStream:
@@ -57,7 +59,7 @@ class Links:
             if stream is None:
                 peer, group = self._peers[to], self._group
 
-                def connect() -> Wire | None:
+                def connect() -> tuple[Wire, bytes] | None:
                     self.check()
                     return peer.connect(group, lane)
 
@@ -103,6 +105,13 @@ class Links:
                 except OSError:
                     continue  # it has ended by itself
 
+    def forget(self) -> None:
+        """In a forked child: close the descriptors, which are its parent's; else nobody sees that the parent ends."""
+        wires = [stream.wire for stream in self._outs.values()] + [stream.wire for stream in self._ins.values()]
+        for wire in wires:
+            if wire is not None:
+                wire.close()
+
     def close(self) -> None:
         """Close all connections of this group, and refuse others."""
         self._ended = self._ended or "the connections of this world were closed, or lost before"
@@ -121,6 +130,17 @@ class Links:
 
     def _find(self, number: int, lane: str) -> InStream:
         return self.open_in(self._places[number], lane)
+
+
+_living: weakref.WeakSet[Links] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for links in list(_living):
+        links.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> Links:

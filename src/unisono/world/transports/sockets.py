@@ -379,6 +379,10 @@ class SocketTransport(Transport):
             self._helpers.close()
             self._links.close()
 
+    @property
+    def paused_s(self) -> float:  # type: ignore[override]
+        return self._links.paused_s
+
     # Inside ----------------------------------------------------------------------------------------------
 
     def _patience(self) -> Patience:

@@ -75,10 +75,10 @@ class Patience:
 
 
 class OutStream:
-    """The sending end. `connect` makes a proven connection to the other end; it returns None if that has to be tried
-    again, and raises LinkLost if the other end is gone for good."""
+    """The sending end. `connect` makes a proven connection to the other end, and gives what that has said already; it
+    returns None if that has to be tried again, and raises LinkLost if the other end is gone for good."""
 
-    def __init__(self, connect: Callable[[], Wire | None]) -> None:
+    def __init__(self, connect: Callable[[], tuple[Wire, bytes] | None]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
         self.wire: Wire | None = None
@@ -181,11 +181,13 @@ class OutStream:
         if now < self._next_try:
             return False
         self._next_try = now + _AGAIN_S
-        self.wire = self._connect()
-        if self.wire is None:
+        made = self._connect()
+        if made is None:
             return False
-        self._resuming, self._told = self._connected > 0, b""
+        self.wire, self._told = made
+        self._resuming = self._connected > 0
         self._connected += 1
+        self._follow()
         if self._broke_at:
             self.paused_s += time.monotonic() - self._broke_at
             self._broke_at = 0.0
@@ -197,6 +199,10 @@ class OutStream:
         if not heard:
             raise ConnectionResetError("the other end has closed")
         self._told += heard
+        return self._follow()
+
+    def _follow(self) -> bool:
+        """Take in how far the other end says it has come; whether it has said that."""
         whole = len(self._told) // _COUNT.size * _COUNT.size
         if not whole:
             return False

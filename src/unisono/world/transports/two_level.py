@@ -319,6 +319,10 @@ class TwoLevelTransport(Transport):
         if self._inside is not None:
             self._inside.release(x)
 
+    @property
+    def paused_s(self) -> float:  # type: ignore[override]
+        return sum(transport.paused_s for transport in self._levels)
+
     def abandon(self, why: Exception) -> None:
         self._is_lost = True
         for transport in self._levels:

@@ -101,14 +101,18 @@ def on_one_host(megabytes: int, repeats: int) -> dict[str, float]:
 
 
 def over_sockets(megabytes: int, repeats: int, names: list[str]) -> dict[str, float]:
-    """In each worker, without shared memory: operations on both sides, in turn."""
+    """In each worker, as if each had a host of its own: operations on both sides, in turn."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
 
     import unisono as un
+    from unisono.world.transports.sockets import SocketTransport
 
-    world = un.join(device="cpu")
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("sockets", _get_default_store())
+    world = un.World(SocketTransport(store, rank, size, timeout_s=120), hosts=[f"host{r}" for r in range(size)])
     n = megabytes * MB // 4 // world.size * world.size
     ours, theirs, small, their_small = torch.ones(n), torch.ones(n), torch.ones(1024), torch.ones(1024)
     part, their_part = torch.empty(n // world.size), torch.empty(n // world.size)
@@ -140,7 +144,7 @@ def over_sockets(megabytes: int, repeats: int, names: list[str]) -> dict[str, fl
         ),
         "all_to_all": (
             lambda: dist.all_to_all_single(gathered, theirs),
-            lambda: world.all_to_all(pieces).wait(),
+            lambda: world.all_to_all(pieces, out=outs).wait(),
         ),
     }
     results: dict[str, float] = {}
@@ -150,6 +154,7 @@ def over_sockets(megabytes: int, repeats: int, names: list[str]) -> dict[str, fl
         theirs.fill_(1.0)  # sums must not grow without bound
         seconds = interleaved({"gloo": gloo, "ours": mine}, repeats=repeats, before=world.barrier)
         results |= {f"{name}_gloo_s": seconds["gloo"], f"{name}_ours_s": seconds["ours"]}
+    world.close()
     dist.destroy_process_group()
     return results
 
@@ -159,7 +164,6 @@ def compare_sockets(megabytes: int, repeats: int) -> dict[str, float]:
     import unisono as un
 
     results: dict[str, float] = {}
-    os.environ["UNISONO_SHARED_MEMORY"] = "0"
     names = ["", "small", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     for workers in (2, 4):
         for kind, asked in (("", names), ("encrypted", [""])):
@@ -170,7 +174,7 @@ def compare_sockets(megabytes: int, repeats: int) -> dict[str, float]:
                 key = "_".join(filter(None, ["gloo_over_sockets", kind, name, str(workers)]))
                 print(f"{key:>38}: gloo {gloo * 1e3:8.2f} ms, ours {ours * 1e3:8.2f} ms, {gloo / ours:.2f}", flush=True)
                 results[key] = gloo / ours
-    del os.environ["UNISONO_SHARED_MEMORY"], os.environ["UNISONO_ENCRYPT"]
+    del os.environ["UNISONO_ENCRYPT"]
     return results
 
 

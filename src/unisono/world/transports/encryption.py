@@ -80,10 +80,15 @@ class Encrypted(socket.socket):
             raise BlockingIOError from None
 
     def recv_into(self, data: memoryview, size: int = 0, flags: int = 0) -> int:  # type: ignore[override]
+        """All that has come and fits: one call of TLS gives a record of 16 KiB at most."""
+        count = 0
         try:
-            return self._inner.recv_into(data)
+            while count < len(data) and (more := self._inner.recv_into(data[count:])):
+                count += more
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
+            if not count:
+                raise BlockingIOError from None
+        return count
 
     def close(self) -> None:
         super().close()

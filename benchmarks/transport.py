@@ -3,11 +3,14 @@
 Keys: gloo_over_ours_* are gloo's time over ours, in the same processes, in turn (small_asleep: our ranks sleep at once,
 without looking for a while before); hosts_*_of_bound are shares of
 the bandwidth bound between hosts with links of --mbit Mbit/s (needs root and iproute2; null otherwise).
+gloo_over_sockets_* are gloo's time over that of our sockets, over loopback as between hosts; `encrypted`: all-reduce
+with UNISONO_ENCRYPT=1.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from datetime import timedelta
@@ -97,6 +100,84 @@ def on_one_host(megabytes: int, repeats: int) -> dict[str, float]:
     return results
 
 
+def over_sockets(megabytes: int, repeats: int, names: list[str]) -> dict[str, float]:
+    """In each worker, as if each had a host of its own: operations on both sides, in turn."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    import unisono as un
+    from unisono.world.transports.sockets import SocketTransport
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("sockets", _get_default_store())
+    world = un.World(SocketTransport(store, rank, size, timeout_s=120), hosts=[f"host{r}" for r in range(size)])
+    n = megabytes * MB // 4 // world.size * world.size
+    ours, theirs, small, their_small = torch.ones(n), torch.ones(n), torch.ones(1024), torch.ones(1024)
+    part, their_part = torch.empty(n // world.size), torch.empty(n // world.size)
+    outs, their_outs = list(torch.zeros(n).chunk(world.size)), list(torch.zeros(n).chunk(world.size))
+    pieces, their_pieces = list(ours.chunk(world.size)), list(theirs.chunk(world.size))
+    group: Any = dist.group.WORLD
+    gathered = torch.empty(n)
+
+    def many(run: Any) -> Any:
+        return lambda: [run() for _ in range(200)]
+
+    pairs = {
+        "": (lambda: group.allreduce([theirs]).wait(), lambda: world.all_reduce(ours, "sum").wait()),
+        "small": (
+            many(lambda: group.allreduce([their_small]).wait()),
+            many(lambda: world.all_reduce(small, "mean").wait()),
+        ),
+        "reduce_scatter": (
+            lambda: dist.reduce_scatter(their_part, their_pieces),
+            lambda: world.reduce_scatter(ours, "sum", out=part).wait(),
+        ),
+        "all_gather": (
+            lambda: group.allgather([their_outs], [their_pieces[0]]).wait(),
+            lambda: world.all_gather(pieces[0], even=True, out=outs).wait(),
+        ),
+        "broadcast": (
+            _together(lambda: dist.broadcast(theirs, 0), world),
+            _together(lambda: world.broadcast(ours, 0).wait(), world),
+        ),
+        "all_to_all": (
+            lambda: dist.all_to_all_single(gathered, theirs),
+            lambda: world.all_to_all(pieces, out=outs).wait(),
+        ),
+    }
+    results: dict[str, float] = {}
+    for name in names:
+        gloo, mine = pairs[name]
+        ours.fill_(1.0)
+        theirs.fill_(1.0)  # sums must not grow without bound
+        seconds = interleaved({"gloo": gloo, "ours": mine}, repeats=repeats, before=world.barrier)
+        results |= {f"{name}_gloo_s": seconds["gloo"], f"{name}_ours_s": seconds["ours"]}
+    world.close()
+    dist.destroy_process_group()
+    return results
+
+
+def compare_sockets(megabytes: int, repeats: int) -> dict[str, float]:
+    """Gloo's time over ours, for 2 and 4 workers."""
+    import unisono as un
+
+    results: dict[str, float] = {}
+    names = ["", "small", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+    for workers in (2, 4):
+        for kind, asked in (("", names), ("encrypted", [""])):
+            os.environ["UNISONO_ENCRYPT"] = "1" if kind else "0"
+            seconds = un.launch(over_sockets, workers=workers, args=(megabytes, repeats, asked), threads=1)[0]
+            for name in asked:
+                gloo, ours = seconds[f"{name}_gloo_s"], seconds[f"{name}_ours_s"]
+                key = "_".join(filter(None, ["gloo_over_sockets", kind, name, str(workers)]))
+                print(f"{key:>38}: gloo {gloo * 1e3:8.2f} ms, ours {ours * 1e3:8.2f} ms, {gloo / ours:.2f}", flush=True)
+                results[key] = gloo / ours
+    del os.environ["UNISONO_ENCRYPT"]
+    return results
+
+
 def between_hosts(megabytes: int, repeats: int) -> None:
     """In each worker of an emulated host: seconds of ours and gloo's; rank 0 prints them."""
     import torch
@@ -169,7 +250,11 @@ def main() -> None:
         default=0,
         help="so many other processes compute meanwhile; one host only",
     )
+    parser.add_argument("--sockets", action="store_true", help="only our sockets against gloo")
     asked = parser.parse_args()
+    if asked.sockets:
+        finish(compare_sockets(asked.megabytes, asked.repeats))
+        return
     if asked.worker:
         between_hosts(asked.megabytes, asked.repeats)
         return
@@ -186,6 +271,8 @@ def main() -> None:
             print(f"{workers} workers {name:>18}: gloo {gloo * scale:8.2f} {unit}, ours {ours * scale:8.2f} {unit}")
             results[f"gloo_over_ours_{name}_{workers}"] = gloo / ours
         print(f"({time.perf_counter() - start:.0f} s)")
+    if not asked.busy:
+        results |= compare_sockets(asked.megabytes, asked.repeats)
     results |= {"busy": asked.busy} if asked.busy else emulate(4, asked.mbit, asked.megabytes, 9)
     finish(results)
 

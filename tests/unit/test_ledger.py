@@ -16,7 +16,7 @@ from unisono import World, run_threads
 from unisono.world import ledger
 from unisono.world.ledger import Ledger, Record
 from unisono.world.timeline import Report
-from unisono.world.transports.gloo import GlooTransport
+from unisono.world.transports.sockets import SocketTransport
 
 
 class Clock:
@@ -290,7 +290,7 @@ def test_messages_learn_the_last_arrival_when_the_ledgers_are_gathered(tmp_path:
     reports: list[Report] = []
 
     def work(rank: int) -> None:
-        world = World(GlooTransport(store, rank, 2, timeout_s=20), hosts=["a", "b"])
+        world = World(SocketTransport(store, rank, 2, timeout_s=20), hosts=["a", "b"])
         world.barrier()
         world.ledger.restart()
         for _ in range(2):

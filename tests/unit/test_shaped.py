@@ -58,7 +58,7 @@ def test_an_all_reduce_takes_the_rounds_and_bytes_of_a_ring(latency_s: float) ->
 
     values, ends = run_ranks(run, hosts=[0, 1, 2, 3], links=[Link(RATE, latency_s)] * 4)
     assert values == [[6.0, 6.0]] * 4
-    assert ends == pytest.approx([seconds(2 * 3 / 4 * 400_000 + SIGN) + (2 * 3 + 1) * latency_s] * 4)
+    assert ends == pytest.approx([seconds(2 * 3 / 4 * 400_000 + SIGN) + 2 * 3 * latency_s] * 4)
 
 
 def test_the_slowest_link_and_the_last_rank_set_the_time() -> None:
@@ -88,6 +88,28 @@ def test_workers_of_a_host_share_its_link_and_what_stays_there_is_free() -> None
 
 
 def test_gathered_and_scattered_bytes_are_those_that_pass_each_link() -> None:
+    counts = [100_000, 200_000, 300_000]
+
+    def gather(transport: Transport, _: Clock) -> list[int]:
+        outs = [torch.empty(count) for count in counts]
+        transport.all_gather(torch.full((counts[transport.rank],), float(transport.rank)), outs)
+        return [int(out.mean()) for out in outs]
+
+    values, ends = run_ranks(gather, hosts=[0, 1, 2], links=[Link(RATE, 0.01)] * 3)
+    assert values == [[0, 1, 2]] * 3
+    assert ends == pytest.approx([seconds(4 * (200_000 + 300_000) + SIGN) + 2 * 0.01] * 3)
+
+    def scatter(transport: Transport, _: Clock) -> list[float]:
+        out = torch.empty(counts[transport.rank])
+        transport.reduce_scatter(torch.ones(600_000), counts, "sum", out)
+        return [out.min().item(), out.max().item()]
+
+    values, ends = run_ranks(scatter, hosts=[0, 1, 2], links=[Link(RATE, 0.01)] * 3)
+    assert values == [[3.0, 3.0]] * 3
+    assert ends == pytest.approx([seconds(4 * (200_000 + 300_000) + SIGN) + 2 * 0.01] * 3)
+
+
+def test_few_bytes_go_to_all_ranks_at_once_and_take_one_latency() -> None:
     counts = [1000, 2000, 3000]
 
     def gather(transport: Transport, _: Clock) -> list[int]:
@@ -97,16 +119,7 @@ def test_gathered_and_scattered_bytes_are_those_that_pass_each_link() -> None:
 
     values, ends = run_ranks(gather, hosts=[0, 1, 2], links=[Link(RATE, 0.01)] * 3)
     assert values == [[0, 1, 2]] * 3
-    assert ends == pytest.approx([seconds(4 * (2000 + 3000) + SIGN) + 3 * 0.01] * 3)
-
-    def scatter(transport: Transport, _: Clock) -> list[float]:
-        out = torch.empty(counts[transport.rank])
-        transport.reduce_scatter(torch.ones(6000), counts, "sum", out)
-        return [out.min().item(), out.max().item()]
-
-    values, ends = run_ranks(scatter, hosts=[0, 1, 2], links=[Link(RATE, 0.01)] * 3)
-    assert values == [[3.0, 3.0]] * 3
-    assert ends == pytest.approx([seconds(4 * (2000 + 3000) + SIGN) + 3 * 0.01] * 3)
+    assert ends == pytest.approx([seconds(4 * 2 * 3000 + SIGN) + 0.01] * 3)
 
 
 def test_a_broadcast_ends_at_its_source_first() -> None:
@@ -188,7 +201,7 @@ def test_latency_alone_comes_on_top_of_what_the_kernel_took() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(work, range(2)))
-    assert ends == pytest.approx([2.0 + 3 * 0.02] * 2)
+    assert ends == pytest.approx([2.0 + 0.02] * 2)
 
 
 def test_a_link_is_taken_by_one_after_the_other() -> None:

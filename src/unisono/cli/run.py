@@ -160,6 +160,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     least, most = options.workers
     if options.strategy is not None:
         os.environ["UNISONO_STRATEGY"] = options.strategy
+    if options.encrypt:
+        os.environ["UNISONO_ENCRYPT"] = "1"
     if options.balance:
         os.environ["UNISONO_BALANCE"] = "1"  # the workers' environment is made from this one
     if options.dry or options.small:
@@ -404,6 +406,12 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="un.shard deals every batch by the workers' measured speeds, so that a slow one gets fewer samples; the "
         "same as UNISONO_BALANCE=1",
+    )
+    group.add_argument(
+        "--encrypt",
+        action="store_true",
+        help="encrypt what workers of different hosts send to each other (docs/security.md); the same as "
+        "UNISONO_ENCRYPT=1, and the default if an address is public",
     )
     group.add_argument(
         "--grace",

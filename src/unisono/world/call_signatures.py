@@ -65,6 +65,11 @@ class Call:
         return (f" {self.tag!r}{held}" if self.tag else "") + (f" at {self.site.text}" if self.site is not None else "")
 
     @property
+    def place(self) -> str:
+        """Where this call stands, and at which step: it travels with every message, so it has to cost little."""
+        return f"{self.site.text if self.site is not None else ''} step {self.step}"
+
+    @property
     def description(self) -> CallDescription:
         """What the other ranks are told of this call if they disagree."""
         place = self.site.text if self.site is not None else ""

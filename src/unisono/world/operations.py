@@ -45,6 +45,7 @@ class Operations:
         self._history = CallHistory(ledger) if base is not None and are_checks_on() else None
         self._watchdog = find_watchdog() if base is not None and base.timeout_s < math.inf else None
         self._owner: int | None = None  # in a forked child: the process that the world belongs to
+        self._paused_s = 0.0  # that is in the ledger
         self._made_in = os.getpid()
         _living.add(self)
 
@@ -133,6 +134,7 @@ class Operations:
                 put_back(x, line)
             record.end = self.ledger.clock()
             self.ledger.close_record(record)
+            self._note_pause(record)
             self._record_blocked(began, record.end)
             return result
 
@@ -170,6 +172,7 @@ class Operations:
                     self._watchdog.leave()
             record.end = self.ledger.clock()
             self.ledger.close_record(record)
+            self._note_pause(record)
             status.note(doing="")
             return value
 
@@ -218,6 +221,12 @@ class Operations:
         if name not in self._queues:
             self._queues[name] = SerialQueue(f"unisono {self.name} {name}", moves=True)
         return self._queues[name]
+
+    def _note_pause(self, record: Record) -> None:
+        """Enter into the ledger that connections had broken, and for how long they were not there."""
+        if (total_s := self.base.paused_s) > self._paused_s:
+            paused_s, self._paused_s = total_s - self._paused_s, total_s
+            self.ledger.event("outage", during=self._describe(record), seconds=paused_s)
 
     def _record_blocked(self, start: float, end: float) -> None:
         """Enter into the ledger that the program waited for an exchange, unless this is a background thread."""

@@ -172,12 +172,10 @@ def _form_over_hosts(membership: HostsMembership, store: Store, given: Assignmen
         return World(None, device=device, hosts=[read_host()], name=name)
     from torch.distributed import PrefixStore
 
-    from unisono.world.transports.connections import find_address
     from unisono.world.transports.interruption import InterruptibleStore, Interruption
     from unisono.world.transports.two_level import connect
 
-    address = find_address(store)
-    interruption = Interruption(spared=None if address is None else address[1])
+    interruption = Interruption()
     membership.watch(given.generation, interruption.end)
     meeting = InterruptibleStore(PrefixStore(f"generation/{given.generation}", store), interruption)
     options: dict[str, Any] = {"timeout_s": read_timeout_s(), "interruption": interruption, "pids": given.pids}

@@ -90,6 +90,7 @@ class Channel:
         self.sock = sock
         self.proven = False
         self.since = time.monotonic()
+        self.caller = _name_caller(sock)  # "10.0.0.7:51234"
         self._token, self._server = token, server
         self._nonce = secrets.token_bytes(_NONCE)
         self._in, self._out = bytearray(), bytearray()
@@ -142,6 +143,11 @@ class Channel:
         if not self.proven and not self._greet():
             return []
         return list(self._frames())
+
+    def take_rest(self) -> bytes:
+        """What has come behind the frames so far, if the connection has another use from now on."""
+        rest, self._in = bytes(self._in), bytearray()
+        return rest
 
     def derive_secret(self, purpose: str) -> bytes:
         """A secret that both ends know, and that tells nothing of the token."""
@@ -200,7 +206,8 @@ class Channel:
         self.proven = True
 
     def _sign(self, what: bytes, nonces: bytes) -> bytes:
-        return hmac.digest(self._token, what + nonces, hashlib.sha256)
+        binding = getattr(self.sock, "binding", b"")  # of an encrypted connection: whoever stands between has two
+        return hmac.digest(self._token, what + nonces + binding, hashlib.sha256)
 
     # -- 2. frames -----------------------------------------------------------------------------------------------------
 
@@ -223,6 +230,13 @@ class Channel:
         mac = hmac.new(key, struct.pack("<Qc", number, letter), hashlib.sha256)
         mac.update(body)
         return mac.digest()
+
+
+def _name_caller(sock: socket.socket) -> str:
+    try:
+        return ":".join(map(str, sock.getpeername()[:2]))
+    except OSError:
+        return "an address that is not known any more"
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -251,11 +265,22 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: fl
         time.sleep(0.2)
 
 
-def connect_once(host: str, port: int, token: bytes, *, timeout_s: float) -> Channel:
-    """A proven channel to an address; NotProven if what listens there does not know the token."""
+def connect_once(
+    host: str,
+    port: int,
+    token: bytes,
+    *,
+    timeout_s: float,
+    wrap: Callable[[socket.socket], socket.socket] | None = None,
+) -> Channel:
+    """A proven channel to an address; NotProven if what listens there does not know the token.
+
+    `wrap`: puts another layer, such as encryption, around the connection before anything is said.
+    """
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         keep_alive(sock)
+        sock = sock if wrap is None else wrap(sock)
         channel = Channel(sock, token, server=False)
         deadline = time.monotonic() + timeout_s
         while not channel.proven:
@@ -311,6 +336,7 @@ class ChannelServer:
     on_frames: given a channel and what it has said; NotProven or another ConnectionError drops the channel.
     on_lost: given a channel whose other end is gone, or is not one of ours. It is closed already.
     most_unread: bytes that a channel may leave unread; more drops it. None: no limit.
+    wrap: puts another layer, such as encryption, around a connection that was accepted.
     """
 
     def __init__(
@@ -322,8 +348,9 @@ class ChannelServer:
         on_lost: Callable[[Channel], None],
         *,
         most_unread: int | None = None,
+        wrap: Callable[[socket.socket], socket.socket] | None = None,
     ) -> None:
-        self._loop, self._listener, self._token = loop, listener, token
+        self._loop, self._listener, self._token, self._wrap = loop, listener, token, wrap
         self._on_frames, self._on_lost, self._most_unread = on_frames, on_lost, most_unread
         self.channels: dict[Channel, None] = {}  # the oldest first
         self._unproven: dict[Channel, None] = {}
@@ -381,10 +408,14 @@ class ChannelServer:
     def forget(self, channel: Channel) -> None:
         """Close a channel; `on_lost` is not called."""
         if channel in self.channels:
-            self._loop.forget(channel)
-            del self.channels[channel]
-            self._unproven.pop(channel, None)
+            self.release(channel)
             channel.close()
+
+    def release(self, channel: Channel) -> None:
+        """Serve a channel no more, and leave it open: its socket has another use from now on."""
+        self._loop.forget(channel)
+        del self.channels[channel]
+        self._unproven.pop(channel, None)
 
     def _lose(self, channel: Channel) -> None:
         self.forget(channel)
@@ -404,7 +435,7 @@ class ChannelServer:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             keep_alive(sock)
-        channel = Channel(sock, self._token, server=True)
+        channel = Channel(sock if self._wrap is None else self._wrap(sock), self._token, server=True)
         self.channels[channel] = self._unproven[channel] = None
         self._loop.watch(channel, partial(self._read, channel))
         self.flush(channel)

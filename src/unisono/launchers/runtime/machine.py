@@ -137,13 +137,15 @@ def read_namespaces(*kinds: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """The IPv4 address from which this host would speak to another; "" where there is no way. Nothing is sent.
+    """The address from which this host would speak to another; "" where there is no way. Nothing is sent.
+
+    IPv4, unless `host` is an IPv6 address.
 
     >>> address_towards("127.0.0.1")
     '127.0.0.1'
     """
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
             return str(probe.getsockname()[0])
     except OSError:

@@ -19,7 +19,7 @@ SECTION = "transports and devices"
 _NUMBERS = 1 << 20  # floats of a trial: 4 MiB
 _TRIALS = 3
 _PATIENCE_S = 60.0  # of the workers, with their start
-_GLOO_S = 10.0
+_SOCKETS_S = 10.0
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 Answer = dict[str, Any]
@@ -61,7 +61,7 @@ def try_transports() -> Answer:
     answer: Answer = {"torch": torch.__version__, "cuda_build": torch.version.cuda, "gpus": _list_gpus()}
     answer["reads_peers"] = world.transport.reads_peers
     answer["shared memory"] = _try(lambda: _measure(world.transport, "cpu"))
-    answer["gloo"] = _try(lambda: _measure(_connect_gloo(world.transport), "cpu"))
+    answer["sockets"] = _try(lambda: _measure(_connect_sockets(world.transport), "cpu"))
     answer["backend"] = {"registered": "unisono" in torch.distributed.Backend.backend_list}
     gpus = [len(each) for each in world.gather_objects(answer["gpus"])]
     if min(gpus) > 0:
@@ -112,15 +112,14 @@ def _open_store(transport: Transport) -> Any:
     )
 
 
-def _connect_gloo(transport: Transport | None) -> Transport:
+def _connect_sockets(transport: Transport | None) -> Transport:
     from torch.distributed import PrefixStore
 
-    from unisono.world.transports.gloo import GlooTransport
+    from unisono.world.transports.sockets import SocketTransport
 
     assert transport is not None
-    return GlooTransport(
-        PrefixStore("doctor", _open_store(transport)), transport.rank, transport.size, timeout_s=_GLOO_S
-    )
+    store = PrefixStore("doctor", _open_store(transport))
+    return SocketTransport(store, transport.rank, transport.size, timeout_s=_SOCKETS_S)
 
 
 def _try_nccl(transport: Transport | None, *, alone: bool) -> Answer:
@@ -148,7 +147,7 @@ def judge_answers(answers: Sequence[Answer], yama: Path = _YAMA, devices: Path =
         _judge_reading(answers, yama),
         _judge(
             answers,
-            "gloo",
+            "sockets",
             "hosts talk by it: look whether a firewall closes ports above 1024, and whether GLOO_SOCKET_IFNAME names "
             "an interface of this host; on one host runs do without",
             fatal=False,

@@ -44,6 +44,11 @@ class CallSignature(Protocol):
 
     what: int
     where: int
+    rank: int
+
+    @property
+    def place(self) -> str:
+        """Where the call stands, and at which step: "train.py:88 step 12"."""
 
     @property
     def description(self) -> CallDescription:
@@ -78,6 +83,7 @@ class Transport(ABC):
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
     signature: CallSignature | None = None  # what it is, and where it was called
     timeout_s = float("inf")  # that a rank waits for another
+    paused_s = 0.0  # that connections of this rank were broken, before they were made again
 
     def begin(self, sequence: int, signature: CallSignature | None) -> None:
         """Take the number and the signature of the collective that follows."""

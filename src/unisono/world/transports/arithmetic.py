@@ -27,7 +27,7 @@ _WIDE = {
 }
 NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)  # that gloo adds itself
 _SIGN = -(2**63)
-_STEPS: dict[str, Callable[..., Tensor]] = {
+STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
     "max": torch.maximum,
@@ -43,7 +43,7 @@ _MOST_THREADS, _LEAST_ITEMS = 3, 4  # that help; items for each
 
 def check_op(dtype: torch.dtype, op: Op) -> None:
     """Refuse what has no meaning, such as the mean of integers."""
-    if op not in _STEPS:
+    if op not in STEPS:
         raise ValueError(f"op must be 'sum', 'mean', 'max' or 'min' ('product', 'and', 'or', 'xor'), got {op!r}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"the mean of {dtype} is not defined: use op='sum', or convert to a float dtype")
@@ -127,7 +127,7 @@ def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
 
 def _fold(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
     """Combine in the tensors' own dtype; `out` must be none of parts[1:]."""
-    step = _STEPS[op]
+    step = STEPS[op]
     if len(parts) == 1:
         out.copy_(parts[0])
         return

@@ -30,6 +30,11 @@ def find_address(store: Store) -> tuple[str, int] | None:
     return (inner.host, inner.port) if hasattr(inner, "port") else None
 
 
+def is_of_process(store: Store) -> bool:
+    """Whether a store is memory of this process: its ranks are threads."""
+    return type(_find_inner(store)).__name__ == "HashStore"
+
+
 def _find_inner(store: Store) -> Any:
     """The store behind its prefixes."""
     inner: Any = store
@@ -107,7 +112,7 @@ def describe_no_store(host: str, port: int, timeout_s: float, why: OSError) -> P
 def list_sockets() -> Iterator[tuple[int, socket.socket]]:
     """This process's sockets: the kernel's number of each, and a descriptor of our own, which is closed after its turn.
 
-    torch and gloo do not give their sockets away: this is how they are found.
+    torch does not give its sockets away: this is how those of its stores are found.
     """
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # the descriptor of the listing itself, or one that was just closed

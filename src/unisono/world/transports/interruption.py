@@ -1,45 +1,31 @@
-"""Ends what a rank waits for in one generation of a world, from another thread: a peer is known to be lost.
-
-A call of gloo waits for its peers without a limit that would help, and has no way to be called back. But it raises at
-once when its connections are shut down. gloo does not give its sockets away: they are those that appear among this
-process's descriptors while a group connects, but for connections to the store. (A connection that another thread of the
-program makes in that very moment would be taken for one of them.)
-"""
+"""Ends what a rank waits for in one generation of a world, from another thread: a peer is known to be lost."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
 
 from unisono.world.transports import PeerLost
-from unisono.world.transports.connections import find_peer_port, list_sockets
 
 __all__ = ["InterruptibleStore", "Interruption"]
 
-_LOOK_S = 0.05  # between two looks at a group that connects
 _SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two looks into the store
 
 
 class Interruption:
-    """Ends the waits of one generation. `end` may be called at any time, also before anything is waited for.
+    """Ends the waits of one generation. `end` may be called at any time, also before anything is waited for."""
 
-    `spared`: the port of the store, whose connections stay.
-    """
-
-    def __init__(self, spared: int | None = None) -> None:
-        self.why, self._spared = "", spared
+    def __init__(self) -> None:
+        self.why = ""
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._connecting: list[set[int]] = []  # for each group that connects now: the sockets that were there before
-        self._sockets: set[int] = set()  # of groups that have connected
+        self._told: list[weakref.WeakMethod[Callable[[str], None]]] = []
         self.stores: list[Store] = []  # torch's C++ holds a store without its Python object, which would then be gone
 
     def check(self) -> None:
@@ -51,34 +37,22 @@ class Interruption:
         """Whether this generation has ended, or does so within that time."""
         return self._ended.wait(within_s)
 
+    def tell(self, method: Callable[[str], None]) -> None:
+        """Have a method called with the reason when this generation ends; at once if it has ended. It is not kept."""
+        with self._lock:
+            self._told = [other for other in self._told if other() is not None]
+            self._told.append(weakref.WeakMethod(method))
+        if self.why:
+            method(self.why)
+
     def end(self, why: str) -> None:
         """End all waits of this generation, as a peer is lost."""
         self.why = self.why or why
         self._ended.set()
-        while True:
-            with self._lock:
-                known, before = set(self._sockets), list(self._connecting)
-            present = _number_sockets()
-            _shut_down(known.union(*(present - old for old in before)), self._spared)
-            if not before:
-                return
-            time.sleep(_LOOK_S)
-
-    @contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Context in which a gloo group connects: its sockets are noted."""
-        self.check()
-        before = _number_sockets()
         with self._lock:
-            self._connecting.append(before)
-        try:
-            yield
-        finally:
-            found = _number_sockets() - before
-            with self._lock:
-                self._connecting.remove(before)
-                self._sockets |= found
-        self.check()
+            told = [method for ref in self._told if (method := ref()) is not None]
+        for method in told:
+            method(self.why)
 
 
 class InterruptibleStore(Store):
@@ -133,15 +107,3 @@ class InterruptibleStore(Store):
         return bool(self.underlying_store.delete_key(key))
 
     deleteKey = delete_key  # by which torch's C++ looks for it
-
-
-def _number_sockets() -> set[int]:
-    return {number for number, _ in list_sockets()}
-
-
-def _shut_down(numbers: set[int], spared: int | None) -> None:
-    """Shut down the TCP connections among these sockets; their owner finds them closed."""
-    for number, sock in list_sockets():
-        if number in numbers and find_peer_port(sock) not in (None, spared):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """Messages between emulated hosts of one machine, held back as slow links would: for latency, and for rates if the
 kernel does not shape them.
 
-Messages move as fast as the machine does it (gloo.py); then every rank waits until the time at which they would have
+Messages move as fast as the machine does it (sockets.py); then every rank waits until the time at which they would have
 arrived over the links that UNISONO_NET names. Links and times are in memory that all ranks map
 (runtime/link_emulation.py).
 
@@ -21,7 +21,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ from torch import Tensor
 from unisono.launchers.runtime.link_emulation import Link, Wire, parse_link
 from unisono.launchers.runtime.machine import read_boot_id
 from unisono.world.transports import CallDescription, Op, Transport, find_group
-from unisono.world.transports.arithmetic import NATIVE, count_bytes
-from unisono.world.transports.gloo import SEGMENT, SMALL, TINY, goes_at_once
+from unisono.world.transports.arithmetic import count_bytes
 from unisono.world.transports.mapped import open_published, publish
+from unisono.world.transports.rings import IN_RINGS, PIECE
+from unisono.world.transports.sockets import INLINE, SMALL, goes_at_once
 
 __all__ = ["ShapedTransport", "shape"]
 
-_SIGN_BYTES = 128  # that a rank tells its neighbour before an operation
-_OBJECT_BYTES = 512  # of every rank's object, in the first round of an exchange
+_SIGN_BYTES = 128  # that a rank tells of its operation
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,19 @@ class ShapedTransport(Transport):
         share = (self.size - 1) / self.size * count_bytes(parts)
         if not share:
             cost = _Cost()
-        elif goes_at_once(count_bytes(parts), self.size):  # with the sign, which `_run` counts
-            cost = replace(self._direct((self.size - 1) * (_SIGN_BYTES + TINY)), hops=0)
-        elif parts[0].dtype in NATIVE or parts[0].dtype.is_complex or parts[0].dtype == torch.bool:
-            cost = self._ring(2 * share, 2 * share, 2 * (self.size - 1))  # gloo's: scatters sums, and gathers them
+        elif goes_at_once(count_bytes(parts)):
+            cost = self._direct((self.size - 1) * (_SIGN_BYTES + count_bytes(parts)))
+        elif count_bytes(parts) <= SMALL:
+            cost = self._direct(share) + self._direct(share)
+        elif parts[0].dtype in IN_RINGS:
+            cost = self._ring(2 * share, 2 * share, 2 * (self.size - 1))
         else:
             cost = self._direct(share) + self._ring(share, share, self.size - 1)
         return self._run(cost, lambda: self._inner.all_reduce(parts, op))
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         sizes = [count * x.element_size() for count in counts]
-        if x.dtype in NATIVE or x.dtype.is_complex:
+        if x.dtype in IN_RINGS and sum(sizes) > SMALL:
             up, down = sum(sizes) - sizes[self.rank], sum(sizes) - sizes[self.rank - 1]
             cost = self._ring(up, down, self.size - 1)
         else:
@@ -125,18 +127,18 @@ class ShapedTransport(Transport):
         return self._run(cost, lambda: self._inner.all_gather(x, outs))
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
-        """A chain, cut into segments; small ones and those of two ranks are a tree."""
+        """A chain, cut into pieces, after its source has heard a sign; few bytes go to all at once."""
         nbytes, place = count_bytes(parts), (self.rank - src) % self.size
-        if nbytes <= SMALL or self.size == 2:
-            rounds = math.ceil(math.log2(self.size))
-            cost = _Cost(0 if place else rounds * nbytes, nbytes if place else 0, rounds if place else 0)
+        if nbytes * (self.size - 1) <= SMALL:
+            cost = _Cost(0 if place else (self.size - 1) * nbytes, nbytes if place else 0, 1)
         else:
-            filled = place * min(SEGMENT, nbytes)  # before the first segment is here
-            cost = _Cost(0 if place == self.size - 1 else nbytes, nbytes + filled if place else 0, place)
+            filled = place * min(PIECE, nbytes)  # before the first piece is here
+            cost = _Cost(0 if place == self.size - 1 else nbytes, nbytes + filled if place else 0, place + 1)
         return self._run(cost, lambda: self._inner.broadcast(parts, src))
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
-        cost = _Cost(self._count_far(parts), self._count_far(outs), 1)
+        largest = max(count_bytes([x]) for x in (*parts, *outs))
+        cost = _Cost(self._count_far(parts), self._count_far(outs), 1 if largest <= INLINE else 2)
         return self._run(cost, lambda: self._inner.all_to_all(parts, outs))
 
     def exchange(self, data: bytes) -> list[bytes]:
@@ -146,9 +148,9 @@ class ShapedTransport(Transport):
             found.extend(self._inner.exchange(data))
             return math.nan
 
-        self._run(self._gather([_OBJECT_BYTES] * self.size), run)
-        if any(len(each) > _OBJECT_BYTES - 8 for each in found):
-            self._run(self._gather([len(each) for each in found]), lambda: math.nan)
+        self._run(self._direct((self.size - 1) * min(len(data), INLINE)), run)
+        if any(len(each) > INLINE for each in found):
+            self._run(self._direct((self.size - 1) * len(data)), lambda: math.nan)
         return found
 
     # From one rank to another ----------------------------------------------------------------------------
@@ -197,6 +199,10 @@ class ShapedTransport(Transport):
     def exchange_descriptions(self) -> list[CallDescription]:
         return self._inner.exchange_descriptions()
 
+    @property
+    def paused_s(self) -> float:  # type: ignore[override]
+        return self._inner.paused_s
+
     def abandon(self, why: Exception) -> None:
         self._inner.abandon(why)
 
@@ -208,7 +214,7 @@ class ShapedTransport(Transport):
     def _run(self, cost: _Cost, run: Callable[[], float]) -> float:
         """Do it, agree on when the last link has passed its bytes, and wait until then and for the latency."""
         self._inner.begin(self.sequence, self.signature)
-        cost = self._ring(_SIGN_BYTES, _SIGN_BYTES, 1) + cost
+        cost = self._ring(_SIGN_BYTES, _SIGN_BYTES, 0) + cost
         end = self._wire.take(self._host, self._link, up=cost.up, down=cost.down)
         last = run()
         if self._link.bits_per_s is None:
@@ -233,7 +239,11 @@ class ShapedTransport(Transport):
         return _Cost(is_up * up, is_down * down, hops)
 
     def _gather(self, sizes: Sequence[float]) -> _Cost:
-        """The cost of a ring in which each rank passes on what it gets, but for the next rank's own."""
+        """The cost of a ring in which each rank passes on what it gets, but for the next rank's own; few bytes go to
+        all at once."""
+        if sum(sizes) <= SMALL:
+            far = [size for size, host in zip(sizes, self._hosts, strict=True) if host != self._host]
+            return _Cost(len(far) * sizes[self.rank], sum(far), 1)
         up, down = sum(sizes) - sizes[(self.rank + 1) % self.size], sum(sizes) - sizes[self.rank]
         return self._ring(up, down, self.size - 1)
 

@@ -20,10 +20,10 @@ from unisono.launchers.runtime.variables import may_share_memory, read_host
 from unisono.world.transports import UNKNOWN, CallSignature, Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import widen
 from unisono.world.transports.connections import limit_silence
-from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.mapped import open_published, publish
 from unisono.world.transports.meeting_page import PAGE_NAME, is_supported
 from unisono.world.transports.shared import SharedTransport
+from unisono.world.transports.sockets import SocketTransport
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -70,7 +70,7 @@ def connect(
         return inside, hosts
     try:
         prefixed = PrefixStore("messages", store)
-        messages: Transport = GlooTransport(prefixed, rank, size, timeout_s=timeout_s, interruption=interruption)
+        messages: Transport = SocketTransport(prefixed, rank, size, timeout_s=timeout_s, interruption=interruption)
         nets = [net for _, _, net in found]
         if any(nets):  # emulated hosts of one machine
             from unisono.world.transports.shaped import shape
@@ -318,6 +318,10 @@ class TwoLevelTransport(Transport):
     def release(self, x: Tensor) -> None:
         if self._inside is not None:
             self._inside.release(x)
+
+    @property
+    def paused_s(self) -> float:  # type: ignore[override]
+        return sum(transport.paused_s for transport in self._levels)
 
     def abandon(self, why: Exception) -> None:
         self._is_lost = True

@@ -1,0 +1,474 @@
+"""Connections between ranks: strangers are refused at the door, and one that breaks is made again where it stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from unisono import PeerLost, World
+from unisono.launchers.runtime.channel import Channel, NotProven, connect_once
+from unisono.world.transports import socket_links
+from unisono.world.transports.encryption import wrap_client, wrap_server
+from unisono.world.transports.sockets import SocketTransport
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Relay:
+    """Passes on what comes to its port, until it is cut; keeps what has passed."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.seen = bytearray()
+        self.cuts = 0
+        self._cut_at: int | None = None
+        self._ends: list[socket.socket] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut_after(self, nbytes: int) -> None:
+        """Break all connections once so many bytes more have passed; what is on its way is lost."""
+        self._cut_at = len(self.seen) + nbytes
+
+    def close(self) -> None:
+        self._listener.close()
+        self._break()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+            except OSError:
+                return
+            with self._lock:
+                self._ends += [near, far]
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                self.seen += data
+                if self._cut_at is not None and len(self.seen) >= self._cut_at:
+                    self._cut_at = None
+                    self.cuts += 1
+                    self._break()
+                    return
+                target.sendall(data)
+        except OSError:
+            pass
+        for end in (source, target):
+            end.close()
+
+    def _break(self) -> None:
+        with self._lock:
+            ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def relays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Relay]]:
+    """A relay before each rank's door, in the order in which the doors open."""
+    made: list[Relay] = []
+    lock = threading.Lock()
+
+    def find_port(listener: socket.socket) -> int:
+        relay = Relay(listener.getsockname())
+        with lock:
+            made.append(relay)
+        return int(relay.port)
+
+    monkeypatch.setattr(socket_links, "_find_port", find_port)
+    yield made
+    for relay in made:
+        relay.close()
+
+
+def run_ranks(work: Callable[[SocketTransport], Any], size: int = 2, *, timeout_s: float = 30.0) -> list[Any]:
+    """`work` on every rank, each a thread; its result, or its error."""
+    store, results = HashStore(), [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            transport = SocketTransport(store, rank, size, timeout_s=timeout_s)
+            results[rank] = work(transport)
+            transport.close()
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def count_threads() -> int:
+    return sum(thread.name.startswith(("unisono door", "unisono lane")) for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("cut_at", [0, 100_000, 3_000_000])
+def test_a_connection_that_breaks_in_mid_transfer_goes_on_where_it_stopped(
+    relays: list[Relay], cut_at: int, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_links, "_count_lanes", lambda: lanes)
+    n = 3_000_000
+    inputs = [torch.randn(n, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(3)]
+    wanted = inputs[0] + inputs[1] + inputs[2]
+
+    def work(transport: SocketTransport) -> list[torch.Tensor]:
+        x = inputs[transport.rank].clone()
+        transport.all_reduce([torch.ones(3)], "sum")
+        if transport.rank == 0:
+            for relay in relays:
+                relay.cut_after(cut_at)
+        transport.all_reduce([x], "sum")
+        out = torch.empty(n // 3, dtype=torch.float64)
+        transport.reduce_scatter(inputs[transport.rank], [n // 3] * 3, "sum", out)
+        outs = [torch.empty(n // 3, dtype=torch.float64) for _ in range(3)]
+        transport.all_gather(out, outs)
+        return [x, torch.cat(outs)]
+
+    found = run_ranks(work, 3)
+    for each in found:
+        assert not isinstance(each, Exception), each
+        for x in each:
+            torch.testing.assert_close(x, wanted)
+    assert sum(relay.cuts for relay in relays) == 3
+
+
+def test_small_messages_survive_a_break_too(relays: list[Relay]) -> None:
+    def work(transport: SocketTransport) -> list[float]:
+        found = []
+        for step in range(60):
+            if step % 20 == 10 and transport.rank == 0:
+                relays[step // 20 % 2].cut_after(50)
+            x = torch.full((200,), float(transport.rank + step))
+            transport.all_reduce([x], "sum")
+            found.append(x[-1].item())
+            if transport.rank == 0:
+                transport.send(torch.full((7,), float(step)), 1)
+            else:
+                transport.recv(y := torch.empty(7), 0)
+                found.append(y[0].item())
+        return found
+
+    first, second = run_ranks(work)
+    assert first == [2.0 * step + 1 for step in range(60)]
+    assert second == [value for step in range(60) for value in (2.0 * step + 1, float(step))]
+    assert sum(relay.cuts for relay in relays) >= 2
+
+
+def test_a_rank_that_leaves_is_lost_at_once_and_nothing_is_left() -> None:
+    def work(transport: SocketTransport) -> str:
+        transport.all_reduce([torch.ones(3)], "sum")
+        if transport.rank == 1:
+            transport.close()
+            return ""
+        with pytest.raises(PeerLost) as caught:
+            transport.all_reduce([torch.ones(300_000)], "sum")
+        with pytest.raises(PeerLost, match="lost before"):
+            transport.all_reduce([torch.ones(3)], "sum")
+        return str(caught.value)
+
+    before = count_threads()
+    text, _ = run_ranks(work, timeout_s=50.0)
+    assert "rank 1" in text
+    assert count_threads() == before
+
+
+def test_strangers_are_refused_and_named_while_the_ranks_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    ports: list[int] = []
+    opened, done = threading.Event(), threading.Event()
+
+    def work(transport: SocketTransport) -> float:
+        if transport.rank == 0:
+            ports.append(transport._links._door.port)
+            opened.set()
+        total = 0.0
+        while not done.is_set() or total < 10:
+            transport.all_reduce([x := torch.ones(5000)], "sum")
+            total += x[0].item()
+            flag = torch.tensor([float(done.is_set())])
+            transport.all_reduce([flag], "max")
+            if flag.item() and total >= 10:
+                break
+        return total
+
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(run_ranks(work)))
+    thread.start()
+    opened.wait()
+    address = ("127.0.0.1", ports[0])
+    idle = [socket.create_connection(address) for _ in range(5)]  # half open
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"\x00" * 4096, b"unisono channel 1\n" + b"x" * 64):
+        with socket.create_connection(address) as sock:
+            sock.sendall(garbage)
+            sock.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(4096):
+                    continue
+    with pytest.raises(NotProven):
+        connect_once(*address, b"another secret of this length", timeout_s=5.0)
+    done.set()
+    thread.join()
+    for sock in idle:
+        sock.close()
+    assert results == [results[0]] * 2
+    assert results[0] >= 10
+    said = capfd.readouterr().err
+    assert "a connection from 127.0.0.1:" in said
+    assert "to the data port of rank 0 was refused: it did not prove that it knows this run's secret" in said
+
+
+def test_another_version_is_refused_by_name() -> None:
+    def work(transport: SocketTransport) -> dict[str, Any] | None:
+        transport.all_reduce([torch.ones(3)], "sum")
+        answer = None
+        if transport.rank == 0:
+            peer = transport._links._peers[1]
+            channel: Channel = connect_once(*peer._addresses[0], peer._secret, timeout_s=5.0)
+            channel.send_json(version=99, group="world", rank=0, to=1, lane="mail")
+            frames = channel.receive()
+            assert frames
+            answer = json.loads(frames[0].body)
+            channel.close()
+        transport.all_reduce([torch.ones(3)], "sum")
+        return answer
+
+    answer, _ = run_ranks(work)
+    assert "version 1" in answer["refused"]
+
+
+def test_a_link_that_is_silent_for_a_while_changes_nothing(relays: list[Relay]) -> None:
+    def work(transport: SocketTransport) -> float:
+        transport.all_reduce([torch.ones(3)], "sum")
+        if transport.rank == 1:
+            time.sleep(1.5)
+        transport.all_reduce([x := torch.ones(500_000)], "sum")
+        return x.mean().item()
+
+    assert run_ranks(work, timeout_s=10.0) == [2.0, 2.0]
+
+
+def test_a_rank_that_says_nothing_for_too_long_is_lost() -> None:
+    over = threading.Event()
+
+    def work(transport: SocketTransport) -> Any:
+        if transport.rank == 1:
+            over.wait(30)
+            return None
+        try:
+            transport.all_reduce([torch.ones(300_000)], "sum")
+        except PeerLost as error:
+            return str(error)
+        finally:
+            over.set()
+        return "nothing was raised"
+
+    text, _ = run_ranks(work, timeout_s=0.5)
+    assert "nothing has come or gone for 0.5 s" in text
+
+
+KNOWN = b"a gradient that a listener would recognise" * 3000
+
+
+def send_known(transport: SocketTransport) -> list[float]:
+    """A large and a small message with bytes that can be looked for."""
+    x = torch.frombuffer(bytearray(KNOWN), dtype=torch.uint8).clone()
+    transport.broadcast([x], 0)
+    y = torch.frombuffer(bytearray(KNOWN[:420]), dtype=torch.uint8).clone()
+    transport.broadcast([y], 0)
+    transport.all_reduce([z := torch.ones(300_000)], "sum")
+    return [z.min().item(), z.max().item(), float(bytes(x.numpy()) == KNOWN), float(bytes(y.numpy()) == KNOWN[:420])]
+
+
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+def test_known_bytes_are_on_the_plain_wire_and_not_on_the_encrypted_one(
+    relays: list[Relay], encrypt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_ENCRYPT", encrypt)
+    assert run_ranks(send_known) == [[2.0, 2.0, 1.0, 1.0]] * 2
+    seen = b"".join(bytes(relay.seen) for relay in relays)
+    assert len(seen) > len(KNOWN)
+    assert (KNOWN[:42] in seen) == (encrypt == "0")
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_an_encrypted_connection_that_breaks_goes_on_too(
+    relays: list[Relay], lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_ENCRYPT", "1")
+    monkeypatch.setattr(socket_links, "_count_lanes", lambda: lanes)
+
+    def work(transport: SocketTransport) -> list[float]:
+        transport.all_reduce([torch.ones(3)], "sum")
+        if transport.rank == 0:
+            for relay in relays:
+                relay.cut_after(1_000_000)
+        transport.all_reduce([x := torch.ones(2_000_000)], "sum")
+        return [x.min().item(), x.max().item()]
+
+    assert run_ranks(work) == [[2.0, 2.0]] * 2
+    assert sum(relay.cuts for relay in relays) == 2
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_who_stands_in_the_middle_of_an_encrypted_connection_is_refused_on_both_sides(knows: bool) -> None:
+    """Its own handshake with either side; it passes the proofs on as they are, or has a secret of its own."""
+    secret, other = b"the secret of this run, which is long", b"another secret, which is long enough, too"
+    real, fake = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    outcomes: dict[str, Any] = {}
+
+    def serve() -> None:
+        sock, _ = real.accept()
+        channel = Channel(wrap_server(sock), secret, server=True)
+        try:
+            channel.sock.settimeout(5)
+            channel.flush()
+            while not channel.proven and channel.receive() is not None:
+                continue
+            outcomes["server"] = channel.proven
+        except OSError as error:
+            outcomes["server"] = error
+        finally:
+            channel.close()
+
+    def stand_between() -> None:
+        near = wrap_server(fake.accept()[0])
+        near.settimeout(5)
+        if not knows:
+            channel = Channel(near, other, server=True)
+            with contextlib.suppress(OSError):
+                channel.flush()
+                while not channel.proven and channel.receive() is not None:
+                    continue
+            near.close()
+            with contextlib.suppress(OSError):
+                connect_once(*real.getsockname(), other, timeout_s=5.0, wrap=wrap_client).close()
+            return
+        far = wrap_client(socket.create_connection(real.getsockname()))
+        with contextlib.suppress(OSError):
+            near.send(far.recv(4096))  # the nonce
+            far.send(near.recv(4096))  # the proof of whoever connects
+            near.send(far.recv(4096))
+        near.close()
+        far.close()
+
+    threads = [threading.Thread(target=run) for run in (serve, stand_between)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(NotProven):
+        connect_once(*fake.getsockname(), secret, timeout_s=5.0, wrap=wrap_client)
+    for thread in threads:
+        thread.join()
+    assert isinstance(outcomes["server"], NotProven)
+    for listener in (real, fake):
+        listener.close()
+
+
+def test_both_ends_of_an_encrypted_connection_prove_the_secret() -> None:
+    secret, listener = b"the secret of this run, which is long", socket.create_server(("127.0.0.1", 0))
+    proven: list[bool] = []
+
+    def serve() -> None:
+        channel = Channel(wrap_server(listener.accept()[0]), secret, server=True)
+        channel.sock.settimeout(5)
+        channel.flush()
+        while not channel.proven:
+            channel.receive()
+        proven.append(channel.proven)
+        channel.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    channel = connect_once(*listener.getsockname(), secret, timeout_s=5.0, wrap=wrap_client)
+    thread.join()
+    assert proven == [True]
+    channel.close()
+    listener.close()
+
+
+def test_an_outage_stands_in_the_ledger(relays: list[Relay]) -> None:
+    def work(transport: SocketTransport) -> list[str]:
+        world = World(transport, hosts=["a", "b"])
+        world.all_reduce(torch.ones(3)).wait()
+        if world.rank == 0:
+            for relay in relays:
+                relay.cut_after(1_000_000)
+        world.all_reduce(torch.ones(2_000_000), tag="gradients").wait()
+        world.all_reduce(torch.ones(2_000_000), tag="gradients").wait()
+        found = [event.values for event in world.ledger.events if event.kind == "outage"]
+        world.close()
+        assert all(values["seconds"] > 0 for values in found)
+        return [values["during"] for values in found]
+
+    found = run_ranks(work)
+    assert found[0]
+    assert set(found[0] + found[1]) == {"all_reduce gradients"}
+
+
+CHILD_THAT_STAYS = """
+import os, sys, threading
+import torch
+from torch.distributed import PrefixStore, TCPStore
+from unisono import PeerLost, World
+from unisono.world.transports.sockets import SocketTransport
+
+rank = int(sys.argv[1])
+store = TCPStore("127.0.0.1", int(sys.argv[2]), 2, is_master=False)
+transport = SocketTransport(PrefixStore("x", store), rank, 2, timeout_s=40)
+transport.all_reduce([torch.ones(3)], "sum")
+transport.all_reduce([torch.ones(300_000)], "sum")
+if rank == 1:
+    if os.fork() == 0:
+        print("child", os.getpid(), flush=True)
+        sys.stdin.read()  # until the test has ended
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+try:
+    transport.all_reduce([torch.ones(300_000)], "sum")
+except PeerLost as error:
+    print(error)
+"""
+
+
+def test_a_rank_is_lost_at_once_although_a_child_of_it_lives_on() -> None:
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-W", "ignore", "-c", CHILD_THAT_STAYS]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(store.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=50)
+        assert "rank 1" in said
+        assert "nothing has come or gone" not in said
+        assert ranks[1].wait(10) == -signal.SIGKILL
+    finally:
+        for process in ranks:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,27 @@ class Run:
             assert any(line == word + "\n" for line in lines), f"a worker ended before it printed {word}"
 
     def results(self, timeout_s: float = 90) -> list[Any]:
-        """What each rank printed as JSON on its last line; fails with the output of a rank that failed."""
+        """What each rank printed as JSON last (a store of torch's may log that it is cut off, even after that); fails
+        with the output of a rank that failed."""
         found = []
         for rank, worker in enumerate(self.workers):
             output, _ = worker.communicate(timeout=timeout_s)
             assert worker.returncode == 0, f"rank {rank} ended with {worker.returncode}:\n{output}"
-            found.append(json.loads(output.strip().splitlines()[-1]))
+            found.append(read_last(output))
         return found
 
     def end(self) -> None:
         for worker in self.workers:
             worker.kill()
             worker.communicate()
+
+
+def read_last(output: str) -> Any:
+    """The last line that is JSON."""
+    for line in reversed(output.splitlines()):
+        with suppress(ValueError):
+            return json.loads(line)
+    raise AssertionError(f"no JSON was printed:\n{output}")
 
 
 @pytest.fixture

@@ -103,8 +103,9 @@ class Exchange(BackwardWatcher):
 
     def _count_flags(self, groups: Sequence[Sequence[tuple[str, Parameter]]]) -> int:
         """How many flags travel in the last bucket: one a parameter, and whether a learning rate fell. 0: they have a
-        message of their own, as a bucket on a GPU would have to be waited for, and sparse gradients come later."""
-        travel = self._reduction.carries and self._cuda is None and not self.sparse
+        message of their own, as a bucket on a GPU would have to be waited for, and sparse gradients come later. Ranks
+        that may be lost in an exchange have one, too: it says that all have the means, before any rank steps."""
+        travel = self._reduction.carries and self._cuda is None and not self.sparse and self.world.elastic is None
         return sum(map(len, groups)) + 1 if travel and groups[-1][0][1].is_floating_point() else 0
 
     def _leave_kept_gradients(self) -> None:

@@ -109,9 +109,21 @@ SECTIONS = (
             faster(r"gloo_over_ours_(reduce_scatter|all_gather|broadcast)_(\d)", "{}, {} workers"),
             faster(r"gloo_over_ours_small_(\d)", "a small all-reduce, {} workers"),
             faster(r"gloo_over_ours_small_asleep_(\d)", "the same, ranks that sleep at once, {} workers"),
+            faster(r"gloo_over_sockets_(\d)", "all-reduce of 100 MB over our sockets, {} ranks", 2.0),
+            faster(r"gloo_over_sockets_small_(\d)", "a small all-reduce over our sockets, {} ranks"),
+            faster(r"gloo_over_sockets_(reduce_scatter|all_gather|broadcast|all_to_all)_(\d)",
+                   "{} over our sockets, {} ranks", 2.0),
+            faster(r"gloo_over_sockets_encrypted_(\d)", "an encrypted all-reduce over plain gloo's, {} ranks", 0.8),
             Figure(r"hosts_(broadcast|reduce_scatter)_of_bound", "{} between 4 hosts, 1 Gbit/s", "%",
                    against=r"hosts_\1_of_bound_gloo", other="gloo"),
         ),
+    ),
+    Section(
+        "A step of a small model between hosts",
+        "`benchmarks/small_steps.py`: the step of DistributedDataParallel over gloo over ours, by the size of the "
+        "gradients; 4 ranks that reach each other by messages only.",
+        ("small_steps",),
+        (faster(r"ddp_over_ours_(0\.2mb|2mb|27mb)", "gradients of {}", 1.1),),
     ),
     Section(
         "A training step",

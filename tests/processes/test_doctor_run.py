@@ -23,7 +23,7 @@ def test_transports_are_tried_by_workers_and_nothing_is_left(
     found = {one["name"]: one for one in told["findings"]}
     bad = [one for one in told["findings"] if one["state"] == "bad"]
     assert (status, bad) == (0, [])
-    for name in ("shared memory", "sockets"):
+    for name in ("shared memory", "messages between hosts"):
         assert found[name]["state"] == "ok", found[name]
         assert found[name]["values"]["ranks"] == 2
     assert found["folder of runs"]["text"].startswith(str(tmp_path / "runs"))

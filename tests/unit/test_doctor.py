@@ -170,7 +170,7 @@ def test_a_lab_that_cannot_be_made_says_why() -> None:
 def answers(**changes: Any) -> list[dict[str, Any]]:
     good = {"seconds": 0.004, "bytes": 4 << 20}
     whole = {"torch": "2.13.0", "cuda_build": None, "gpus": [], "reads_peers": True}
-    whole |= {"shared memory": good, "sockets": good, "backend": {"registered": True}}
+    whole |= {"shared memory": good, "messages between hosts": good, "backend": {"registered": True}}
     return [whole, {**whole, **changes}]
 
 
@@ -186,7 +186,7 @@ def test_workers_that_find_nothing_wrong_are_five_good_lines() -> None:
     ("changes", "wrong"),
     [
         ({"shared memory": {"error": "ArithmeticError: the sum is 1"}}, {"shared memory": "bad"}),
-        ({"sockets": {"error": "PeerLost: connection refused"}}, {"sockets": "warn"}),
+        ({"messages between hosts": {"error": "PeerLost: connection refused"}}, {"messages between hosts": "warn"}),
         ({"reads_peers": False}, {"process_vm_readv": "warn"}),
         ({"backend": {"registered": False}}, {"torch backend": "warn"}),
     ],

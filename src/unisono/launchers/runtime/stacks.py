@@ -420,7 +420,7 @@ class PlaceSampler:
 def list_frames(frame: FrameType | None) -> list[Frame]:
     """A stack, from its innermost frame outwards."""
     found = []
-    while frame is not None:
+    while isinstance(frame, FrameType):  # CPython 3.11 was seen to give another object for a frame that ends just now
         found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
     return found

@@ -61,7 +61,7 @@ def try_transports() -> Answer:
     answer: Answer = {"torch": torch.__version__, "cuda_build": torch.version.cuda, "gpus": _list_gpus()}
     answer["reads_peers"] = world.transport.reads_peers
     answer["shared memory"] = _try(lambda: _measure(world.transport, "cpu"))
-    answer["sockets"] = _try(lambda: _measure(_connect_sockets(world.transport), "cpu"))
+    answer["messages between hosts"] = _try(lambda: _measure(_connect_sockets(world.transport), "cpu"))
     answer["backend"] = {"registered": "unisono" in torch.distributed.Backend.backend_list}
     gpus = [len(each) for each in world.gather_objects(answer["gpus"])]
     if min(gpus) > 0:
@@ -147,7 +147,7 @@ def judge_answers(answers: Sequence[Answer], yama: Path = _YAMA, devices: Path =
         _judge_reading(answers, yama),
         _judge(
             answers,
-            "sockets",
+            "messages between hosts",
             "hosts talk by it: look whether a firewall closes ports above 1024, and whether GLOO_SOCKET_IFNAME names "
             "an interface of this host; on one host runs do without",
             fatal=False,

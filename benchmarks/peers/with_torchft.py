@@ -210,9 +210,9 @@ def kill_ours(folder: Path) -> float:
         os.kill(int(logs[1].stem), signal.SIGKILL)
         found.append(wait_for_recovery([logs[0], logs[2]], time.monotonic()))
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    un.launch(partial(train_with_ours, str(folder), 400), workers=WORKERS, least=2, threads=1, output="none")
+    un.launch(partial(train_with_ours, str(folder), 400), workers=WORKERS, least=2, threads=1, output="rank0")
     thread.join()
     return found[0]
 

@@ -104,7 +104,8 @@ class Exchange(BackwardWatcher):
     def _count_flags(self, groups: Sequence[Sequence[tuple[str, Parameter]]]) -> int:
         """How many flags travel in the last bucket: one a parameter, and whether a learning rate fell. 0: they have a
         message of their own, as a bucket on a GPU would have to be waited for, and sparse gradients come later. Ranks
-        that may be lost in an exchange have one, too: it says that all have the means, before any rank steps."""
+        that may be lost in an exchange have one, too: it says that all have the means, before any rank steps. A rank
+        that has lost a peer clears its gradients, while others may still be reading them."""
         travel = self._reduction.carries and self._cuda is None and not self.sparse and self.world.elastic is None
         return sum(map(len, groups)) + 1 if travel and groups[-1][0][1].is_floating_point() else 0
 
@@ -323,17 +324,11 @@ class Exchange(BackwardWatcher):
     def _settle(self, used: list[int]) -> list[int]:
         """Exchange the last bucket, and wait for all that is under way; what some rank used, and whether a learning
         rate fell on one."""
-        flags = (
-            self.buckets[-1].flat[self.buckets[-1].layout.numel :]
-            if self.buckets
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        carried = flags.numel() > 0
-        if carried:
-            flags.copy_(torch.tensor(used, dtype=flags.dtype))
-        else:
-            flags = torch.tensor(used, dtype=torch.uint8)
+        flags, carried = torch.tensor(used, dtype=torch.uint8), False
         if self.buckets:
+            last = self.buckets[-1]
+            if carried := last.flat.numel() > last.layout.numel:
+                flags = last.flat[last.layout.numel :].copy_(flags)
             self._launch()
         self._run(self._reduction.drain)
         if self._is_alone:

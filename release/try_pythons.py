@@ -3,7 +3,7 @@
     python release/try_pythons.py dist/unisono-1.0.0-py3-none-any.whl [--constraints FILE]
         [--python PATH_OR_NAME ...] [--torch 2.13.0 ...] [--environment DIR]
 
-Without --python: python3.10 to python3.13, as far as they are on the PATH. Each has an environment of its own, which is
+Without --python: python3.10 to python3.14, as far as they are on the PATH. Each has an environment of its own, which is
 removed at the end. Where pip cannot install, that is said with its error. With --environment, an environment that is
 there already is used as it is, and its wheel is replaced.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from try_wheel import clean_environment, make_environment
 
-NAMES = ("python3.10", "python3.11", "python3.12", "python3.13")
+NAMES = ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
 TESTS = Path(__file__).parents[1] / "tests"
 COUNTS = re.compile(r"^(?:\S+ )?((?:\d+ \w+(?:, )?)+) in [\d.]+s", re.MULTILINE)
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from unisono.launchers.failures import EngineError
+from unisono.launchers.runtime.addresses import open_listener
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.table_part import TableFiles, TablePart, write_listing
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AGENT",
     "FAILED",
+    "TAKEN",
     "UNREACHED",
     "Engine",
     "EngineError",
@@ -59,6 +61,7 @@ __all__ = [
 
 T = TypeVar("T")
 UNREACHED = 97  # exit status of an agent that cannot reach the launcher
+TAKEN = 75  # and of one whose place has another
 AGENT = "UNISONO_AGENT"  # the variable with all that an agent is told, as JSON; see worker/agent.py
 
 
@@ -136,7 +139,9 @@ class Engine:
 
     def listen(self, backlog: int) -> socket.socket:
         """Where agents reach the launcher, or its store."""
-        return socket.create_server(("127.0.0.1" if self.local else "0.0.0.0", 0), backlog=backlog)
+        if self.local:
+            return open_listener("127.0.0.1", ports="", backlog=backlog)
+        return open_listener("", backlog=backlog)
 
     def own_addresses(self) -> Sequence[str]:
         """The launcher's addresses, where the engine knows them."""
@@ -153,6 +158,10 @@ class Engine:
         """Start the job."""
         raise NotImplementedError
 
+    def manifest(self, job: Job) -> str:
+        """What to hand to a cluster that starts the workers itself, as text."""
+        raise NotImplementedError
+
     def explain(self, words: str, workers: int) -> str:
         """What to do about a failure to start, from what the engine said; "" where its own words must do."""
         return ""
@@ -167,7 +176,7 @@ class Engine:
         from unisono.launchers.terminal import run_in_terminal
 
         job = job if job is not None else Job(program, workers)
-        self.check(job.places)
+        self.check(job.engine_places)
         return run_in_terminal(job, open_remote_run(job, self))
 
     def call(

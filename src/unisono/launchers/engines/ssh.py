@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 from unisono.launchers import guard
 from unisono.launchers.engines.engine import (
     AGENT,
+    TAKEN,
     UNREACHED,
     Engine,
     EngineError,
@@ -38,7 +39,7 @@ from unisono.launchers.engines.engine import (
 from unisono.launchers.processes import pid_fd
 from unisono.launchers.runtime.channel import Channel, Unreachable, connect
 
-__all__ = ["HostCommand", "HostsStarted", "Ssh", "divide", "serve_host", "write_setup"]
+__all__ = ["HostAgents", "HostCommand", "HostsStarted", "Ssh", "divide", "serve_host", "write_setup"]
 
 _INSTALL = "Debian and Ubuntu: apt-get install openssh-client."
 _AGAIN_S = 5.0  # between two attempts to reach a host in an elastic run
@@ -208,7 +209,8 @@ def divide(hosts: Sequence[str], workers: int) -> dict[str, int]:
     if sum(slots.values()) < workers:
         raise EngineError(
             f"the hosts {','.join(hosts)} have {sum(slots.values())} slots, too few for {workers} workers: ask for "
-            "fewer workers, or name more hosts or larger numbers"
+            "fewer workers, or name more hosts or larger numbers; with -n MIN:MAX, --later leaves places to hosts that "
+            "join by themselves"
         )
     left = workers
     for host, slots_there in slots.items():
@@ -221,7 +223,8 @@ def divide(hosts: Sequence[str], workers: int) -> dict[str, int]:
 
 
 _TO_END_S = 2.0  # that agents have after SIGTERM
-_AGENT_AGAIN_S = 2.0  # between two starts of an agent in an elastic run
+_AGENT_AGAIN_S = 2.0  # between two starts of an agent in an elastic run,
+_TAKEN_AGAIN_S = 30.0  # and if its place has another
 _FINAL = (0, UNREACHED)  # of an agent that is not needed any more, or whose launcher is gone
 
 
@@ -236,7 +239,7 @@ def serve_host() -> int:
     channel.send_json(kind="host")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed session: what it means is read from standard input
     run_id = secrets.token_hex(12)
-    host = _Host(setup, channel, run_id)
+    host = HostAgents(setup, channel, run_id)
     try:
         return host.run()
     finally:
@@ -252,11 +255,11 @@ def _first_line() -> bytes:
     return line
 
 
-class _Host:
-    """The agents of this host, attempt by attempt."""
+class HostAgents:
+    """The agents of this host, attempt by attempt. The end of `stdin` is the end of the launcher; None: nothing is."""
 
-    def __init__(self, setup: dict[str, Any], channel: Channel, run_id: str) -> None:
-        self._setup, self._channel = setup, channel
+    def __init__(self, setup: dict[str, Any], channel: Channel, run_id: str, *, stdin: int | None = 0) -> None:
+        self._setup, self._channel, self._stdin = setup, channel, stdin
         address = channel.sock.getpeername()[:2]
         told = {**json.loads(setup["env"][AGENT]), "launcher": [address], "parent": os.getpid()}
         self._env = {
@@ -272,6 +275,7 @@ class _Host:
         self._wanted = 0  # the attempt that the launcher asked for
         self._launcher_ended = False
         self._told_to_end = False
+        self.ended_well: bool | None = None  # how the run ended, if the launcher has said it
 
     def run(self) -> int:
         """The status for ssh: 0 when every agent ended well, in the last attempt that the launcher asked for."""
@@ -296,20 +300,25 @@ class _Host:
             attempt = self._wanted
 
     def _run_elastic(self) -> int:
-        """Start each agent that fails again, until the launcher has ended.
+        """Start each agent that fails again, until the launcher has ended. One whose place has been given to another
+        host asks for it more rarely; if it came later itself, it is not needed any more.
 
         Agents notice by themselves when the launcher is gone. So where ssh's connection is lost, they are left alone.
         """
         ranks = list(self._setup["ranks"])
         self._agents = [self._start(local, rank) for local, rank in enumerate(ranks)]
         began = [time.monotonic()] * len(ranks)
+        final = _FINAL if self._stdin is not None else (*_FINAL, TAKEN)
         while not self._told_to_end:
             found = [agent.poll() for agent in self._agents]
-            if all(status is not None and (self._launcher_ended or status in _FINAL) for status in found):
+            is_to_hear = self._stdin is None and 0 in found and self._channel.fileno() >= 0  # how the run has ended
+            are_final = all(status is not None and (self._launcher_ended or status in final) for status in found)
+            if are_final and not is_to_hear:
                 break
             for local, status in enumerate(found):
-                failed = status is not None and status not in _FINAL and not self._launcher_ended
-                if failed and time.monotonic() > began[local] + _AGENT_AGAIN_S:
+                failed = status is not None and status not in final and not self._launcher_ended
+                again_s = _TAKEN_AGAIN_S if status == TAKEN else _AGENT_AGAIN_S
+                if failed and time.monotonic() > began[local] + again_s:
                     self._agents[local] = self._start(local, ranks[local])
                     began[local] = time.monotonic()
             self._read(())
@@ -353,12 +362,12 @@ class _Host:
     def _read(self, ends: Sequence[int]) -> None:
         """Wait at most half a second for the end of an agent or a message of the launcher, and handle that."""
         poll = select.poll()
-        for fd in (0, self._channel.fileno(), *ends):
-            if fd >= 0 and not (fd == 0 and self._launcher_ended):
+        for fd in (self._stdin, self._channel.fileno(), *ends):
+            if fd is not None and fd >= 0 and not (fd == self._stdin and self._launcher_ended):
                 poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(500):
-            if fd == 0:
-                self._launcher_ended |= not os.read(0, 4096)
+            if fd == self._stdin:
+                self._launcher_ended |= not os.read(fd, 4096)
             elif fd == self._channel.fileno():
                 self._follow()
 
@@ -377,3 +386,4 @@ class _Host:
                 self._wanted = max(self._wanted, message["attempt"])
             elif message["kind"] == "end":
                 self._launcher_ended = self._told_to_end = True
+                self.ended_well = bool(message.get("well", True))

@@ -24,7 +24,7 @@ __all__ = [
 
 DEBUGGER = "UNISONO_DEBUGGER"  # where the launcher's hub is: "host:port,host:port"; "0": no debugger
 DEBUGGER_WAIT_S = "UNISONO_DEBUG_WAIT_S"  # how long stopped workers wait for a prompt if there is no terminal
-PDB = "UNISONO_PDB"  # "1": stop where a worker raises
+PDB = "UNISONO_PDB"  # "1": stop where a worker raises; "debugpy:5678": wait for an editor
 active = False  # whether `look` has something to do
 Moment = Literal["before", "after", "step"]  # an operation of the world begins, or is over; a step has ended
 _looks: list[Callable[[Moment], None]] = []

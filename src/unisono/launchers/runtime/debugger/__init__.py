@@ -24,7 +24,6 @@ from unisono.launchers.runtime.debugger import agent as agents
 from unisono.launchers.runtime.debugger.agent import Agent, RankThread, end_agent, find_agent, start_agent
 from unisono.launchers.runtime.debugger.hub import Hub, HubConnection, announce, connect_to_hub, forget
 from unisono.launchers.runtime.frames import find_user_frame
-from unisono.launchers.runtime.machine import address_towards
 from unisono.launchers.runtime.variables import read_worker_number
 
 __all__ = ["RankThreads", "breakpoint", "follow", "make_token", "post_mortem"]
@@ -119,11 +118,16 @@ def _open_hub(is_one_host: bool) -> bytes:
     """
     secret = os.environ.get(SECRET, "")
     token = make_token(secret) if secret else secrets.token_bytes(32)
-    hub = Hub(socket.create_server(("127.0.0.1" if is_one_host else "", 0)), token, _say)
+    from unisono.launchers.runtime.addresses import ANYWHERE, address_towards, open_listener
+    from unisono.launchers.runtime.encryption import is_control_encrypted
+
+    listener = open_listener("127.0.0.1", ports="") if is_one_host else open_listener("")
+    hub = Hub(listener, token, _say, is_control_encrypted(is_one_host=is_one_host))
     hub.how_to_attach = f"unisono debug {hub.run}, as the same user on host {socket.gethostname()}"
     hub.start()
     announce(hub, " ".join(sys.argv)[:200])
-    found = ["127.0.0.1"] if is_one_host else [address_towards("192.0.2.1"), socket.gethostname(), "127.0.0.1"]
+    out = [] if is_one_host else [*map(address_towards, ANYWHERE), socket.gethostname()]
+    found = [*out, "127.0.0.1"]
     places = ",".join(f"{host}:{hub.address[1]}" for host in dict.fromkeys(found) if host)
     return f"{places} {'-' if secret else token.hex()}".encode()
 

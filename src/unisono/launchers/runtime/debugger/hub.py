@@ -81,6 +81,7 @@ class Hub:
     listener: socket.socket
     token: bytes
     say: Callable[[str], None]
+    is_encrypted: bool = False
     open_prompt: Callable[[], bool] = field(default=lambda: False)
     how_to_attach: str = "unisono debug"
     wait_s: float = field(default_factory=read_wait_s)
@@ -89,7 +90,15 @@ class Hub:
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
         self.run = secrets.token_hex(3)  # the name by which `unisono debug` finds it
         self._loop = EventLoop()
-        self._server = ChannelServer(self._loop, self.listener, self.token, self._on_frames, self._on_lost)
+        self._server = ChannelServer(
+            self._loop,
+            self.listener,
+            self.token,
+            self._on_frames,
+            self._on_lost,
+            is_encrypted=self.is_encrypted,
+            name="the debugger",
+        )
         self._by_channel: dict[Channel, _Worker] = {}
         self._prompt: Channel | None = None
         self._is_stopping = False  # workers are stopped, or asked to be

@@ -14,7 +14,11 @@ slow_exit_right (a process that takes longer to end than the heartbeat); with --
 of launcher and of a worker that is never killed from the first fifth to the last tenth, medians: launcher_mb,
 launcher_handles, launcher_threads, worker_mb, worker_handles, worker_threads (the ledger fills up to its bound in the
 first 10,000 steps); and hostile_sent, hostile_refused: messages of strangers to every control port of a run while it
-trains (--messages).
+trains (--messages); hostile_data_sent, hostile_data_refused: so many to every rank's data port, hostile_sealed_sent,
+hostile_sealed_refused: the same in an encrypted run; hostile_training_went_on: all of these trained to the right
+weights. outages, outages_healed: links between two emulated hosts cut for --cut seconds in mid-step, half of them in an
+encrypted run, after which training went on; outages_steps_repeated: steps that replicas count beside those of the loop,
+outages_weights_equal: as plain PyTorch's after as many steps. --only names the parts to run.
 """
 
 from __future__ import annotations
@@ -327,19 +331,122 @@ def other_faults(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     return found
 
 
-def strangers(asked: argparse.Namespace) -> dict[str, Any]:
-    """Messages to every control port of a run while it trains, by those who do not know its secret."""
+def strangers(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Messages to every port of a run while it trains, by those who do not know its secret."""
     if not asked.messages:
         return {}
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from hostile_ports import attack_training
 
-    found = attack_training(asked.messages, seed=asked.seed, wait=True)
+    found: dict[str, Any] = {}
+    went_on = []
+    for name, data, encrypt in (("", False, False), ("data_", True, False), ("sealed_", True, True)):
+        one = attack_training(asked.messages, seed=asked.seed, wait=True, data=data, encrypt=encrypt)
+        print(name or "control_", one, flush=True)
+        found |= {f"hostile_{name}{key}": one[f"hostile_{key}"] for key in ("sent", "refused")}
+        went_on.append(one["training_went_on"] and one["weights_equal"])
+    return found | {"hostile_training_went_on": all(went_on)}
+
+
+# A link that is cut ---------------------------------------------------------------------------------------------------
+
+
+WIDE, HEALED_S = 1000, 60.0
+
+
+def make_wide() -> tuple[Any, Any]:
+    """8 MB of gradients: a step takes a third of a second over the link, and most of that is on its way."""
+    import torch
+
+    torch.set_num_threads(1)
+    net = torch.nn.Linear(WIDE, WIDE, bias=False, dtype=torch.float64)
+    torch.nn.init.constant_(net.weight, 0.01)
+    return net, torch.optim.SGD(net.parameters(), lr=1e-5)
+
+
+def make_rows(step: int, rank: int) -> Any:
+    import torch
+
+    return torch.full((2, WIDE), float(step % 7 + rank), dtype=torch.float64)
+
+
+def train_through_outages(cuts: int, cut_s: float, seed: int) -> dict[str, Any]:
+    """In each of two workers, each on a host of its own; rank 1 cuts its host's link while gradients are exchanged."""
+    import subprocess
+
+    import torch
+
+    import unisono as un
+
+    world = un.join(device="cpu")
+    net, optimizer = make_wide()
+    replica = un.parallel(net, optimizer, "allreduce")
+    made, healed, exchanging, is_over = [0], [0], threading.Event(), threading.Event()
+
+    def cut() -> None:
+        draw = random.Random(seed)
+        for _ in range(cuts):
+            time.sleep(draw.uniform(0.5, 1.5))
+            exchanging.wait()
+            time.sleep(draw.uniform(0.0, 0.2))
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+            time.sleep(cut_s)
+            before = made[0]
+            subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
+            deadline = time.monotonic() + HEALED_S
+            while made[0] < before + 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            healed[0] += made[0] >= before + 2
+        is_over.set()
+
+    if world.rank == 1:
+        threading.Thread(target=cut, daemon=True).start()
+    stop = False
+    while not stop:
+        optimizer.zero_grad()
+        loss = net(make_rows(made[0], world.rank)).square().mean()
+        exchanging.set()
+        loss.backward()
+        exchanging.clear()
+        optimizer.step()
+        made[0] += 1
+        stop = bool(world.all_reduce(torch.tensor([float(is_over.is_set())]), "max").wait())
+    assert world.transport is not None
     return {
-        "hostile_sent": found["hostile_sent"],
-        "hostile_refused": found["hostile_refused"],
-        "hostile_training_went_on": found["training_went_on"] and found["weights_equal"],
+        "made": made[0],
+        "steps": replica.step,
+        "healed": healed[0],
+        "weights": net.weight.detach().clone(),
+        "encrypted": world.transport.is_encrypted,
     }
+
+
+def outages(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Two emulated hosts, a link of 200 Mbit/s, cut again and again in mid-step; half of them in an encrypted run."""
+    import torch
+
+    import unisono as un
+
+    found = {"outages": 0, "outages_healed": 0, "outages_steps_repeated": 0, "outages_weights_equal": True}
+    for encrypt, cuts in (("0", asked.outages - asked.outages // 2), ("1", asked.outages // 2)):
+        if not cuts:
+            continue
+        os.environ["UNISONO_ENCRYPT"] = encrypt
+        program = partial(train_through_outages, cuts, asked.cut, asked.seed)
+        results = un.launch(program, workers=2, on=un.on.lab(hosts=2, net="200mbit", shaper="kernel"), threads=1)
+        print([{name: value for name, value in one.items() if name != "weights"} for one in results], flush=True)
+        net, optimizer = make_wide()
+        for step in range(results[0]["made"]):
+            optimizer.zero_grad()
+            net(torch.cat([make_rows(step, rank) for rank in range(2)])).square().mean().backward()
+            optimizer.step()
+        found["outages"] += cuts
+        found["outages_healed"] += results[1]["healed"]
+        found["outages_steps_repeated"] += sum(abs(one["steps"] - results[0]["made"]) for one in results)
+        right = all(torch.allclose(one["weights"], net.weight, rtol=1e-10, atol=0) for one in results)
+        found["outages_weights_equal"] &= right and all(one["encrypted"] == (encrypt == "1") for one in results)
+    os.environ.pop("UNISONO_ENCRYPT", None)
+    return found
 
 
 def measure_process(pid: int) -> tuple[float, int, int]:
@@ -426,6 +533,15 @@ def soak(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
+PARTS = {
+    "kills": kill_many,
+    "others": other_faults,
+    "loops": loops,
+    "strangers": strangers,
+    "outages": outages,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
@@ -440,6 +556,9 @@ def main() -> None:
         "--soak", type=float, default=0.0, metavar="S", help="instead: so many seconds with a kill now and then"
     )
     parser.add_argument("--messages", type=int, default=10_000, help="of strangers")
+    parser.add_argument("--outages", type=int, default=20, help="of a link between two hosts")
+    parser.add_argument("--cut", type=float, default=5.0, help="seconds that each of these lasts")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to run; default: all of %(default)s")
     parser.add_argument("--loops", type=int, default=10, help="schedules of kills of each loop as people write them")
     parser.add_argument("--short", action="store_true", help="a tenth of all of it, without strangers: about a minute")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between the kills of --soak")
@@ -447,13 +566,16 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.short:
         asked.kills, asked.steps, asked.loops, asked.messages = 10, 120, 2, 0
+        asked.outages, asked.cut = 2, 1.0
     import torch  # noqa: F401 - so that workers are forked
 
     with tempfile.TemporaryDirectory() as folder:
         if asked.soak:
             results = soak(asked, folder)
         else:
-            results = kill_many(asked, folder) | other_faults(asked, folder) | loops(asked, folder) | strangers(asked)
+            results: dict[str, Any] = {}
+            for name in asked.only.split(","):
+                results |= PARTS[name](asked, folder)
     finish(results)
 
 

@@ -1,10 +1,12 @@
 """Between emulated hosts with links of a given speed: the all-reduce, a training step, and the time to a loss.
 
 4 hosts with one worker each, one thread a worker. Parts (--only): `ring`, `step`, `loss`; `tune` says which learning
-rates `loss` should have, on one host. <link> is 100mbit or 1gbit; with --mbit also others. Keys:
+rates `loss` should have, on one host. <link> is 100mbit or 1gbit; with --mbit also others; 0: no emulated hosts, but
+processes that talk by messages as fast as they go (`unshaped`; needs no rights). Keys:
 
 ring: ring_fraction_<link>, gloo_fraction_<link>: of the bound 2(N-1)/N bytes/bandwidth, by our all-reduce of 20 MB
     (below 500 Mbit/s) or 100 MB and by gloo's. The shaper counts whole frames: about 0.96 is all that TCP can reach.
+    ring_fraction_encrypted_<link>: ours with UNISONO_ENCRYPT=1. Unshaped: gloo_over_ring, gloo_over_ring_encrypted.
 step: ddp_over_<method>_<mbit>, dense_over_<method>_<mbit>: the step of DistributedDataParallel, and ours with the exact
     mean, over the step with the method, on the 25 M-parameter MLP of step.py; ddp_s_<mbit>, dense_s_<mbit>: in seconds.
 loss: <method>_seconds, _steps: to the loss that DDP reaches in --steps steps (time_to_loss.py), on the slowest link;
@@ -18,6 +20,7 @@ queue for data and acknowledgements (see results/README.md).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -114,10 +117,12 @@ def worker(part: str, asked: argparse.Namespace) -> None:
 
 
 def set_congestion_control(name: str) -> str:
-    """Have this host's connections use it; what they then use. The host is a network namespace of its own."""
+    """Have this host's connections use it, if it is an emulated one, which is a network namespace of its own; what they
+    then use."""
     setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     try:
-        setting.write_text(name, encoding="ascii")
+        if "UNISONO_NET" not in os.environ:  # there, all hosts are this machine
+            setting.write_text(name, encoding="ascii")
     except OSError as error:
         print(f"TCP stays as it is: {error}", file=sys.stderr, flush=True)
     return setting.read_text(encoding="ascii").strip()
@@ -125,8 +130,6 @@ def set_congestion_control(name: str) -> str:
 
 def say(line: str) -> None:
     """A line of progress from rank 0, whose output is kept for the results."""
-    import os
-
     if os.environ["RANK"] == "0":
         print(line, file=sys.stderr, flush=True)
 
@@ -137,27 +140,37 @@ def say(line: str) -> None:
 def on_link(part: str, mbit: float, asked: argparse.Namespace, *arguments: str) -> Any:
     """Run one part on all hosts."""
     given = ["--worker", part, "--tcp", asked.tcp, *arguments]
-    told = on_hosts(given, hosts=asked.hosts, mbit=mbit, timeout_s=TIMEOUT_S)
+    told = on_hosts(given, hosts=asked.hosts, mbit=mbit or None, timeout_s=TIMEOUT_S)
     return told["found"], told["tcp"]
 
 
 def measure_ring(mbit: float, asked: argparse.Namespace) -> dict[str, Any]:
-    megabytes = asked.megabytes or (20 if mbit < 500 else 100)
-    repeats = str(asked.repeats or 5)
-    seconds, tcp = on_link("ring", mbit, asked, "--megabytes", str(megabytes), "--repeats", repeats)
-    bound = 2 * (asked.hosts - 1) / asked.hosts * megabytes * 8 / mbit
-    for side, taken in seconds.items():
-        print(f"  {side}: {megabytes} MB in {taken:.3f} s, {bound / taken:.3f} of the bound", flush=True)
-    return {f"{side}_fraction_{named(mbit)}": bound / taken for side, taken in seconds.items()} | {"tcp": tcp}
+    megabytes = asked.megabytes or (20 if 0 < mbit < 500 else 100)
+    given = ["--megabytes", str(megabytes), "--repeats", str(asked.repeats or 5)]
+    results: dict[str, Any] = {}
+    for encrypt, kind in (("0", ""), ("1", "encrypted")):
+        os.environ["UNISONO_ENCRYPT"] = encrypt
+        seconds, results["tcp"] = on_link("ring", mbit, asked, *given)
+        told = ", ".join(f"{side} {taken:.3f} s" for side, taken in seconds.items())
+        print(f"  {megabytes} MB {kind}: {told}", flush=True)
+        if not mbit:
+            results["_".join(filter(None, ["gloo_over_ring", kind]))] = seconds["gloo"] / seconds["ring"]
+            continue
+        bound = 2 * (asked.hosts - 1) / asked.hosts * megabytes * 8 / mbit
+        for side in ["ring"] if kind else list(seconds):
+            results["_".join(filter(None, [side, "fraction", kind, named(mbit)]))] = bound / seconds[side]
+    del os.environ["UNISONO_ENCRYPT"]
+    return results
 
 
 def measure_step(mbit: float, asked: argparse.Namespace) -> dict[str, Any]:
     methods = list(dict.fromkeys(["ddp", "dense", *asked.methods]))
-    repeats = str(asked.repeats or (2 if mbit < 500 else 5))
+    repeats = str(asked.repeats or (2 if 0 < mbit < 500 else 5))
     found, _ = on_link("step", mbit, asked, "--repeats", repeats, "--methods", *methods)
-    results = {f"{name}_s_{mbit:g}": found[name] for name in ("ddp", "dense")}
+    link = f"{mbit:g}" if mbit else "unshaped"
+    results = {f"{name}_s_{link}": found[name] for name in ("ddp", "dense")}
     for name, seconds in found.items():
-        shares = {f"{other}_over_{name}_{mbit:g}": found[other] / seconds for other in ("ddp", "dense")}
+        shares = {f"{other}_over_{name}_{link}": found[other] / seconds for other in ("ddp", "dense")}
         told = ", ".join(f"{share:7.2f} x {key.split('_')[0]}" for key, share in shares.items())
         print(f"  {name:<26}{seconds * 1e3:>10.1f} ms a step  {told}", flush=True)
         results |= {key: share for key, share in shares.items() if not key.startswith(f"{name}_over_{name}")}
@@ -235,7 +248,7 @@ def main() -> None:
         return
     from unisono.launchers.lab.hosts import find_obstacle
 
-    if reason := find_obstacle():
+    if any(asked.mbit) and (reason := find_obstacle()):
         finish({"skipped": reason})
         return
     results: dict[str, Any] = {"hosts": asked.hosts}

@@ -4,7 +4,7 @@ Keys: gloo_over_ours_* are gloo's time over ours, in the same processes, in turn
 without looking for a while before); hosts_*_of_bound are shares of
 the bandwidth bound between hosts with links of --mbit Mbit/s (needs root and iproute2; null otherwise).
 gloo_over_sockets_* are gloo's time over that of our sockets, over loopback as between hosts; `encrypted`: all-reduce
-with UNISONO_ENCRYPT=1.
+with UNISONO_ENCRYPT=1; also beside other programs (--sockets --busy). ours_us_small_*, ours_ms_allreduce_*: our time.
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ def over_sockets(megabytes: int, repeats: int, names: list[str]) -> dict[str, fl
     return results
 
 
-def compare_sockets(megabytes: int, repeats: int) -> dict[str, float]:
+def compare_sockets(megabytes: int, repeats: int) -> dict[str, Any]:
     """Gloo's time over ours, for 2 and 4 workers."""
     import unisono as un
 
-    results: dict[str, float] = {}
+    results: dict[str, Any] = {}
     names = ["", "small", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     for workers in (2, 4):
         for kind, asked in (("", names), ("encrypted", [""])):
@@ -248,19 +248,22 @@ def main() -> None:
         nargs="?",
         const=2,
         default=0,
-        help="so many other processes compute meanwhile; one host only",
+        help="so many other processes compute meanwhile; no emulated hosts",
     )
     parser.add_argument("--sockets", action="store_true", help="only our sockets against gloo")
+    parser.add_argument("--one-host", action="store_true", help="only shared memory against gloo")
     asked = parser.parse_args()
     if asked.sockets:
-        finish(compare_sockets(asked.megabytes, asked.repeats))
+        with keep_busy(asked.busy):
+            results = compare_sockets(asked.megabytes, asked.repeats)
+        finish(results | ({"busy": asked.busy} if asked.busy else {}))
         return
     if asked.worker:
         between_hosts(asked.megabytes, asked.repeats)
         return
     import unisono as un
 
-    results: dict[str, Any] = {}
+    results = {}
     for workers in (2, 4):
         start = time.perf_counter()
         with keep_busy(asked.busy):
@@ -270,10 +273,13 @@ def main() -> None:
             scale, unit = (1e6 / 200, "us") if name.startswith("small") else (1e3, "ms")
             print(f"{workers} workers {name:>18}: gloo {gloo * scale:8.2f} {unit}, ours {ours * scale:8.2f} {unit}")
             results[f"gloo_over_ours_{name}_{workers}"] = gloo / ours
+            if name in ("small", "allreduce"):
+                results[f"ours_{unit}_{name}_{workers}"] = ours * scale
         print(f"({time.perf_counter() - start:.0f} s)")
-    if not asked.busy:
-        results |= compare_sockets(asked.megabytes, asked.repeats)
-    results |= {"busy": asked.busy} if asked.busy else emulate(4, asked.mbit, asked.megabytes, 9)
+    if asked.busy:
+        results["busy"] = asked.busy
+    elif not asked.one_host:
+        results |= compare_sockets(asked.megabytes, asked.repeats) | emulate(4, asked.mbit, asked.megabytes, 9)
     finish(results)
 
 

@@ -1,16 +1,19 @@
-"""Strangers at the control ports of a run (the launcher's, the store's): what they send is drawn from a seed.
+"""Strangers at the control ports of a run (the launcher's, the store's), or at its ranks' data ports: what they send
+is drawn from a seed.
 
 `attack_training(300)` trains with two workers while that many messages arrive, and says what came of both.
-`python benchmarks/faults.py` does so with 10,000.
+`python benchmarks/faults.py` does so with 10,000, and with 10,000 to each data port.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import random
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -27,11 +30,14 @@ import torch
 import unisono as un
 from engine_agents import Agents
 from unisono.launchers.engines.engine import Engine, Work
-from unisono.launchers.runtime.channel import Channel, read_store_secret
+from unisono.launchers.runtime.channel import Channel, connect_once, read_store_secret
+from unisono.launchers.runtime.encryption import wrap_client
 from unisono.launchers.runtime.store_server import send_message
 
 GREETING = b"unisono channel 1\n"
 GREETING_BYTES = len(GREETING) + 32  # all that a stranger is told
+SEALED = b"unisono channel 1 tls\n"
+HELLO_BYTES = 4096  # that TLS answers to a hello, at most: it says nothing of the run
 PATIENCE_S = 20.0  # for a port to close; it gives a stranger ten seconds to prove itself
 KINDS = ("noise", "text", "oversized", "unproven", "replayed", "truncated", "torch", "pickle")
 TEXTS = (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"SSH-2.0-a\r\n", b"\x16\x03\x01\x02\x00" * 20, b"\n" * 80)
@@ -85,7 +91,37 @@ def knock(address: Address, attack: Attack) -> bool:
             return False
         except OSError:
             pass  # it was closed before all was sent
+        if SEALED.startswith(got[: len(SEALED)]):
+            return len(got) <= len(SEALED) + HELLO_BYTES
         return len(got) <= GREETING_BYTES and (GREETING + got[len(GREETING) :]).startswith(got)
+
+
+def knock_inside(address: Address, data: bytes) -> bool:
+    """Shake hands as TLS does, and send something that proves nothing inside it; whether the port closed it then."""
+    with socket.create_connection(address, timeout=PATIENCE_S) as sock:
+        assert sock.recv(len(SEALED)) == SEALED
+        with wrap_client(sock) as inside:
+            got = b""
+            try:
+                inside.send(data[:4096] + bytes(64))
+                while more := inside.recv(4096):
+                    got += more
+            except TimeoutError:
+                return False
+            except OSError:
+                pass  # it was closed before all was sent
+            return len(got) <= GREETING_BYTES
+
+
+def make_tls_hello() -> bytes:
+    """What a TLS client says first."""
+    context, said = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.MemoryBIO()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_ciphers("ADH-AES128-GCM-SHA256:@SECLEVEL=0")
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), said).do_handshake()
+    return said.read()
 
 
 def hold_slowly(address: Address) -> Iterator[bool]:
@@ -103,17 +139,25 @@ def hold_slowly(address: Address) -> Iterator[bool]:
             yield closed
 
 
-def visit(ports: Sequence[tuple[Address, bytes]], count: int, *, seed: int, wait: bool) -> tuple[int, int]:
+def visit(
+    ports: Sequence[tuple[Address, bytes]], count: int, *, seed: int, wait: bool, sealed: bool = False
+) -> tuple[int, int]:
     """Send `count` messages, in turns to every port, beside slow ones; how many, and how many were refused.
 
     `ports`: addresses, and a recording of each. `wait`: also for the end of the slow ones, and count them.
+    `sealed`: the ports encrypt, and every 20th stranger does, too.
     """
     rng, sent, refused = random.Random(seed), 0, 0
     slow = [hold_slowly(address) for address, _ in ports for _ in range(SLOW)]
     ended = [next(one) for one in slow]
     for turn in range(count - (len(slow) if wait else 0)):
         address, recording = ports[turn % len(ports)]
-        sent, refused = sent + 1, refused + knock(address, draw_attack(rng, recording))
+        attack = draw_attack(rng, recording)
+        if sealed and turn % 20 == 0:
+            refused += knock_inside(address, attack.data)
+        else:  # what TLS has not heard to its end, it waits for
+            refused += knock(address, attack._replace(finish=True) if sealed else attack)
+        sent += 1
     deadline = time.monotonic() + PATIENCE_S
     while wait and not all(ended) and time.monotonic() < deadline:
         ended = [was or next(one, False) for was, one in zip(ended, slow, strict=True)]
@@ -135,7 +179,18 @@ class _Heard(socket.socket):
 
 
 def record(address: Address, secret: bytes, *, asks: bool) -> bytes:
-    """What one who knows the secret says to a port; `asks`: also a question to a store."""
+    """What one who knows the secret says to a port; `asks`: also a question to a store.
+
+    A port that encrypts: what any client of TLS says first.
+    """
+    with connect_once(*address, secret, timeout_s=PATIENCE_S).sock as sock:
+        if hasattr(sock, "binding"):
+            channel = connect_once(*address, secret, timeout_s=PATIENCE_S)
+            if asks:
+                send_message(channel, "A", [b"times asked", b"1"])
+                assert channel.receive()
+            channel.close()
+            return make_tls_hello() + bytes(300)
     with _Heard(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.connect(address)
         channel = Channel(sock, secret, server=False)
@@ -181,10 +236,11 @@ def make_problem() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     return torch.nn.Linear(6, 3).double(), torch.randn(16, 6).double(), torch.randn(16, 3).double()
 
 
-def train(folder: Path) -> tuple[int, list[float], int]:
+def train(folder: Path, encrypt: bool) -> tuple[int, list[float], int]:
     """In each worker: train until told to stop; steps, weights, and how often the recorded question was asked."""
     os.environ.pop("UNISONO_SHM_FD", None)  # as on several hosts: they meet in the store
     os.environ["UNISONO_SHARED_MEMORY"] = "0"
+    os.environ["UNISONO_ENCRYPT"] = str(int(encrypt))
     world, step, stopping = un.join(device="cpu"), 0, False
     model, x, y = make_problem()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -198,6 +254,8 @@ def train(folder: Path) -> tuple[int, list[float], int]:
         torch.nn.functional.mse_loss(model(x[mine]), y[mine]).backward()
         optimizer.step()
         step += 1
+        if step == 2:
+            tell_door(world, folder)
         if step == 3 and world.rank == 0:
             told = json.dumps([*address, record(address, secret, asks=True).hex()])
             (folder / "store.part").write_text(told)
@@ -212,6 +270,15 @@ def train(folder: Path) -> tuple[int, list[float], int]:
     return step, torch.nn.utils.parameters_to_vector(model.parameters()).tolist(), asked
 
 
+def tell_door(world: un.World, folder: Path) -> None:
+    """Write where the other rank is reached, and what one says there that knows the secret."""
+    other: Any = world.transport._links._peers[1 - world.rank]  # type: ignore[union-attr]
+    address = other._cards[0][0]
+    told = json.dumps([*address, record(address, other._secret, asks=False).hex()])
+    (folder / f"part{other.rank}").write_text(told)
+    (folder / f"part{other.rank}").rename(folder / f"door{other.rank}")
+
+
 def train_alone(steps: int) -> list[float]:
     """The same on all rows in plain PyTorch."""
     model, x, y = make_problem()
@@ -223,26 +290,42 @@ def train_alone(steps: int) -> list[float]:
     return torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
 
 
-def attack_training(messages: int, *, seed: int = 0, wait: bool = False) -> dict[str, Any]:
-    """Train with two workers while strangers send `messages` to the launcher's port and the store's; see `visit`."""
+def attack_training(
+    messages: int, *, seed: int = 0, wait: bool = False, data: bool = False, encrypt: bool = False
+) -> dict[str, Any]:
+    """Train with two workers while strangers send `messages` to the launcher's port and the store's; see `visit`.
+
+    `data`: so many to each rank's data port instead. `encrypt`: these ports encrypt.
+    """
     counts = [0, 0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
-        def visitors(launcher: Address, token: bytes) -> None:
-            recording = record(launcher, token, asks=False)
+        def read(name: str) -> tuple[Address, bytes]:
             deadline = time.monotonic() + 90
-            while not (folder / "store").exists() and time.monotonic() < deadline:
+            while not (folder / name).exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
+            host, port, said = json.loads((folder / name).read_text())
+            return (host, port), bytes.fromhex(said)
+
+        def visitors(launcher: Address, token: bytes) -> None:
             try:
-                host, port, said = json.loads((folder / "store").read_text())
-                ports = [(launcher, recording), ((host, port), bytes.fromhex(said))]
-                counts[:] = visit(ports, messages, seed=seed, wait=wait)
+                recording = record(launcher, token, asks=False)
+                ports = [read("door0"), read("door1")] if data else [(launcher, recording), read("store")]
+                count = messages * len(ports) if data else messages
+                counts[:] = visit(ports, count, seed=seed, wait=wait, sealed=encrypt)
             finally:
+                read("store")
                 (folder / "visited").touch()
 
-        engine = Visited(visitors=visitors)
-        found = un.launch(train, args=(folder,), workers=2, on=engine, timeout_s=1200)
+        engine, before = Visited(visitors=visitors), os.environ.get("UNISONO_ENCRYPT")
+        os.environ["UNISONO_ENCRYPT"] = str(int(encrypt))
+        try:
+            found = un.launch(train, args=(folder, encrypt), workers=2, on=engine, timeout_s=1200)
+        finally:
+            os.environ.pop("UNISONO_ENCRYPT")
+            if before is not None:
+                os.environ["UNISONO_ENCRYPT"] = before
         for thread in engine.started:
             thread.join()
     steps, weights, asked = found[0]

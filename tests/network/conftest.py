@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ def on_hosts(tmp_path: Path) -> Any:
     """on_hosts(script, per_host=[2, 2]) -> Run; hosts and workers are gone after the test.
 
     `bits_per_s`: the speed of the links; `deadline_s`: how long a rank waits; `missing`: ranks that are not started;
-    `secret`: what opens the store, which is torch's own without it; `net`: a link that the transport emulates.
+    `secret`: what opens the store, which is torch's own without it; `net`: a link that the transport emulates;
+    `prepare`: called with the hosts before workers are started; `env`: more variables, "" for one that is to be unset.
     """
     made: list[tuple[EmulatedHosts, Run]] = []
 
@@ -85,17 +86,21 @@ def on_hosts(tmp_path: Path) -> Any:
         missing: Sequence[int] = (),
         secret: str = "",
         net: str = "",
+        prepare: Callable[[EmulatedHosts], None] | None = None,
+        env: Mapping[str, str] = {},
     ) -> Run:
         file = tmp_path / "script.py"
         file.write_text(textwrap.dedent(script))
         hosts = EmulatedHosts(len(per_host), links=[Link(bits_per_s)] * len(per_host))
         run = Run([], hosts)
         made.append((hosts, run))
+        if prepare is not None:
+            prepare(hosts)
         places = [(host, local) for host, count in enumerate(per_host) for local in range(count)]
         for rank, (host, local) in enumerate(places):
             if rank in missing:
                 continue
-            env = {
+            found = {
                 **os.environ,
                 "PYTHONPATH": str(SOURCES),
                 "RANK": str(rank),
@@ -110,8 +115,10 @@ def on_hosts(tmp_path: Path) -> Any:
                 **({"UNISONO_SECRET": secret} if secret else {}),
                 **({"UNISONO_NET": net} if net else {}),
                 **({} if deadline_s is None else {"UNISONO_TIMEOUT_S": str(deadline_s)}),
+                **env,
             }
-            run.workers.append(Program(file, env=env, stderr=None, namespaces=hosts.namespaces(host)))
+            found = {name: value for name, value in found.items() if value}
+            run.workers.append(Program(file, env=found, stderr=None, namespaces=hosts.namespaces(host)))
         return run
 
     yield start

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,14 @@ print(json.dumps([passes, [p.flatten().tolist() for p in model.parameters()]]))
 
 
 class Launcher:
-    """`unisono run` with a host for each of two workers, and what it says."""
+    """`unisono run`, by default with a host for each of two workers, and what it says."""
 
-    def __init__(self, folder: Path, heartbeat_s: float) -> None:
+    def __init__(
+        self, folder: Path, heartbeat_s: float, options: Sequence[str] = ("-n", "1:2", "--hosts", "2")
+    ) -> None:
         (folder / "script.py").write_text(SETUP + PROGRAM)
         env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-        options = ["-n", "1:2", "--hosts", "2", "--heartbeat", f"{heartbeat_s:g}s", "--output", "prefix"]
+        options = [*options, "--heartbeat", f"{heartbeat_s:g}s", "--output", "prefix"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unisono", "run", *options, "script.py"],
             env=env,

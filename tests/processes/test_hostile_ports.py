@@ -1,4 +1,4 @@
-"""Strangers at the control ports of a run: it goes on, and ends with what it should."""
+"""Strangers at the control ports and data ports of a run: it goes on, and ends with what it should."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from hostile_ports import attack_training
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_training_under_attack_goes_on_and_ends_with_the_right_weights() -> None:
-    found = attack_training(300)
+@pytest.mark.parametrize(("data", "encrypt"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_training_under_attack_goes_on_and_ends_with_the_right_weights(data: bool, encrypt: bool) -> None:
+    """Two ports: the launcher's and the store's, or a data port of each rank."""
+    found = attack_training(150 if data else 300, data=data, encrypt=encrypt)
     assert found == {
         "hostile_sent": 300,
         "hostile_refused": 300,

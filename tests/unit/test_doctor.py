@@ -33,7 +33,7 @@ def versions(**known: str) -> Callable[[str], str | None]:
 
 
 @pytest.mark.parametrize(
-    ("version", "state"), [((3, 9, 1), "bad"), ((3, 10, 0), "ok"), ((3, 13, 4), "ok"), ((3, 14, 0), "warn")]
+    ("version", "state"), [((3, 9, 1), "bad"), ((3, 10, 0), "ok"), ((3, 14, 4), "ok"), ((3, 15, 0), "warn")]
 )
 def test_pythons_that_tests_run_with_are_told_from_others(version: tuple[int, ...], state: str) -> None:
     assert one(host.check_python(version)).state == state
@@ -170,7 +170,12 @@ def test_a_lab_that_cannot_be_made_says_why() -> None:
 def answers(**changes: Any) -> list[dict[str, Any]]:
     good = {"seconds": 0.004, "bytes": 4 << 20}
     whole = {"torch": "2.13.0", "cuda_build": None, "gpus": [], "reads_peers": True}
-    whole |= {"shared memory": good, "messages between hosts": good, "backend": {"registered": True}}
+    whole |= {
+        "shared memory": good,
+        "messages between hosts": good,
+        "encrypted messages": good,
+        "backend": {"registered": True},
+    }
     return [whole, {**whole, **changes}]
 
 
@@ -178,8 +183,8 @@ def states(found: list[Finding]) -> dict[str, str]:
     return {each.name: each.state for each in found if each.state != "ok"}
 
 
-def test_workers_that_find_nothing_wrong_are_five_good_lines() -> None:
-    assert [each.state for each in transports.judge_answers(answers())] == ["ok"] * 5
+def test_workers_that_find_nothing_wrong_are_six_good_lines() -> None:
+    assert [each.state for each in transports.judge_answers(answers())] == ["ok"] * 6
 
 
 @pytest.mark.parametrize(
@@ -187,6 +192,7 @@ def test_workers_that_find_nothing_wrong_are_five_good_lines() -> None:
     [
         ({"shared memory": {"error": "ArithmeticError: the sum is 1"}}, {"shared memory": "bad"}),
         ({"messages between hosts": {"error": "PeerLost: connection refused"}}, {"messages between hosts": "warn"}),
+        ({"encrypted messages": {"error": "OSError: no cipher"}}, {"encrypted messages": "warn"}),
         ({"reads_peers": False}, {"process_vm_readv": "warn"}),
         ({"backend": {"registered": False}}, {"torch backend": "warn"}),
     ],
@@ -346,3 +352,27 @@ def test_long_lines_are_wrapped_and_nothing_is_lost(monkeypatch: pytest.MonkeyPa
     text = command._write([Finding("here", "thing", "warn", words, words)])
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("word59") == 2
+
+
+def test_whether_hosts_encrypt_is_said_with_what_it_costs() -> None:
+    cost = {"is_on": True, "plain_bits_per_s": 9e9, "encrypted_bits_per_s": 3e9}
+    (found,) = network.judge_encryption(cost)
+    assert found.text.startswith("on: ")
+    assert "3 Gbit/s encrypted, 9 Gbit/s plain" in found.text
+    assert "--no-encrypt" in found.advice
+    (found,) = network.judge_encryption({**cost, "is_on": False})
+    assert found.text.startswith("off")
+    assert not network.judge_encryption(None)
+
+
+def test_a_named_interface_and_ports_are_looked_at() -> None:
+    good = one(network.check_interface({"UNISONO_INTERFACE": "127.0.0.0/8"}))
+    assert (good.state, "lo (127.0.0.1)" in good.text) == ("ok", True)
+    bad = one(network.check_interface({"UNISONO_INTERFACE": "eth99"}))
+    assert bad.state == "bad"
+    assert "UNISONO_INTERFACE=eth99" in bad.text
+    assert "there are lo (127.0.0.1/8)" in bad.text
+    assert one(network.check_reach({"UNISONO_PORTS": "70000"}, "10.0.0.1")).state == "bad"
+    assert one(network.check_reach({"UNISONO_PORTS": "40000-40001"}, "10.0.0.1")).state == "warn"
+    found = one(network.check_reach({}, "8.8.8.8"))
+    assert (found.state, "public" in found.text, "NAT" in found.advice) == ("ok", True, True)

@@ -4,83 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import TCPStore
 
+from relay import Relay
+from socket_ranks import run_ranks
 from unisono import PeerLost, World
 from unisono.launchers.runtime.channel import Channel, NotProven, connect_once
 from unisono.world.transports import socket_links
-from unisono.world.transports.encryption import wrap_client, wrap_server
 from unisono.world.transports.sockets import SocketTransport
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Relay:
-    """Passes on what comes to its port, until it is cut; keeps what has passed."""
-
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.seen = bytearray()
-        self.cuts = 0
-        self._cut_at: int | None = None
-        self._ends: list[socket.socket] = []
-        self._lock = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut_after(self, nbytes: int) -> None:
-        """Break all connections once so many bytes more have passed; what is on its way is lost."""
-        self._cut_at = len(self.seen) + nbytes
-
-    def close(self) -> None:
-        self._listener.close()
-        self._break()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
-            except OSError:
-                return
-            with self._lock:
-                self._ends += [near, far]
-            for source, target in ((near, far), (far, near)):
-                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                self.seen += data
-                if self._cut_at is not None and len(self.seen) >= self._cut_at:
-                    self._cut_at = None
-                    self.cuts += 1
-                    self._break()
-                    return
-                target.sendall(data)
-        except OSError:
-            pass
-        for end in (source, target):
-            end.close()
-
-    def _break(self) -> None:
-        with self._lock:
-            ends, self._ends = self._ends, []
-        for end in ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
@@ -99,26 +44,6 @@ def relays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Relay]]:
     yield made
     for relay in made:
         relay.close()
-
-
-def run_ranks(work: Callable[[SocketTransport], Any], size: int = 2, *, timeout_s: float = 30.0) -> list[Any]:
-    """`work` on every rank, each a thread; its result, or its error."""
-    store, results = HashStore(), [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            transport = SocketTransport(store, rank, size, timeout_s=timeout_s)
-            results[rank] = work(transport)
-            transport.close()
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def count_threads() -> int:
@@ -196,13 +121,44 @@ def test_a_rank_that_leaves_is_lost_at_once_and_nothing_is_left() -> None:
     assert count_threads() == before
 
 
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+def test_worlds_that_are_lost_and_formed_anew_leave_no_thread_and_no_open_file(
+    encrypt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_ENCRYPT", encrypt)
+    monkeypatch.setattr(socket_links, "_count_lanes", lambda: 2)
+    monkeypatch.setattr("unisono.world.transports.liveness.PATIENCE_S", 0.05)
+
+    def work(transport: SocketTransport) -> str:
+        part = transport.split([list(range(transport.size))])
+        part.all_reduce([torch.ones(2_000_000)], "sum")
+        transport.all_reduce([torch.ones(3)], "sum")
+        if transport.rank == 1:
+            transport.close()  # in the middle of what the other begins
+            part.close()
+            return "left"
+        with pytest.raises(PeerLost):
+            part.all_reduce([torch.ones(2_000_000)], "sum")
+        part.close()
+        return "lost"
+
+    def count() -> tuple[int, int]:
+        return count_threads(), len(os.listdir("/proc/self/fd"))
+
+    assert run_ranks(work) == ["lost", "left"]
+    before = count()
+    for _ in range(3):
+        assert run_ranks(work) == ["lost", "left"]
+    assert count() == before
+
+
 def test_strangers_are_refused_and_named_while_the_ranks_go_on(capfd: pytest.CaptureFixture[str]) -> None:
     ports: list[int] = []
     opened, done = threading.Event(), threading.Event()
 
     def work(transport: SocketTransport) -> float:
         if transport.rank == 0:
-            ports.append(transport._links._door.port)
+            ports.append(transport._links._door.ports[0])
             opened.set()
         total = 0.0
         while not done.is_set() or total < 10:
@@ -246,7 +202,7 @@ def test_another_version_is_refused_by_name() -> None:
         answer = None
         if transport.rank == 0:
             peer = transport._links._peers[1]
-            channel: Channel = connect_once(*peer._addresses[0], peer._secret, timeout_s=5.0)
+            channel: Channel = connect_once(*peer._cards[0][0], peer._secret, timeout_s=5.0)
             channel.send_json(version=99, group="world", rank=0, to=1, lane="mail")
             frames = channel.receive()
             assert frames
@@ -256,7 +212,7 @@ def test_another_version_is_refused_by_name() -> None:
         return answer
 
     answer, _ = run_ranks(work)
-    assert "version 1" in answer["refused"]
+    assert "version 2" in answer["refused"]
 
 
 def test_a_link_that_is_silent_for_a_while_changes_nothing(relays: list[Relay]) -> None:
@@ -330,82 +286,6 @@ def test_an_encrypted_connection_that_breaks_goes_on_too(
 
     assert run_ranks(work) == [[2.0, 2.0]] * 2
     assert sum(relay.cuts for relay in relays) == 2
-
-
-@pytest.mark.parametrize("knows", [False, True])
-def test_who_stands_in_the_middle_of_an_encrypted_connection_is_refused_on_both_sides(knows: bool) -> None:
-    """Its own handshake with either side; it passes the proofs on as they are, or has a secret of its own."""
-    secret, other = b"the secret of this run, which is long", b"another secret, which is long enough, too"
-    real, fake = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
-    outcomes: dict[str, Any] = {}
-
-    def serve() -> None:
-        sock, _ = real.accept()
-        channel = Channel(wrap_server(sock), secret, server=True)
-        try:
-            channel.sock.settimeout(5)
-            channel.flush()
-            while not channel.proven and channel.receive() is not None:
-                continue
-            outcomes["server"] = channel.proven
-        except OSError as error:
-            outcomes["server"] = error
-        finally:
-            channel.close()
-
-    def stand_between() -> None:
-        near = wrap_server(fake.accept()[0])
-        near.settimeout(5)
-        if not knows:
-            channel = Channel(near, other, server=True)
-            with contextlib.suppress(OSError):
-                channel.flush()
-                while not channel.proven and channel.receive() is not None:
-                    continue
-            near.close()
-            with contextlib.suppress(OSError):
-                connect_once(*real.getsockname(), other, timeout_s=5.0, wrap=wrap_client).close()
-            return
-        far = wrap_client(socket.create_connection(real.getsockname()))
-        with contextlib.suppress(OSError):
-            near.send(far.recv(4096))  # the nonce
-            far.send(near.recv(4096))  # the proof of whoever connects
-            near.send(far.recv(4096))
-        near.close()
-        far.close()
-
-    threads = [threading.Thread(target=run) for run in (serve, stand_between)]
-    for thread in threads:
-        thread.start()
-    with pytest.raises(NotProven):
-        connect_once(*fake.getsockname(), secret, timeout_s=5.0, wrap=wrap_client)
-    for thread in threads:
-        thread.join()
-    assert isinstance(outcomes["server"], NotProven)
-    for listener in (real, fake):
-        listener.close()
-
-
-def test_both_ends_of_an_encrypted_connection_prove_the_secret() -> None:
-    secret, listener = b"the secret of this run, which is long", socket.create_server(("127.0.0.1", 0))
-    proven: list[bool] = []
-
-    def serve() -> None:
-        channel = Channel(wrap_server(listener.accept()[0]), secret, server=True)
-        channel.sock.settimeout(5)
-        channel.flush()
-        while not channel.proven:
-            channel.receive()
-        proven.append(channel.proven)
-        channel.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    channel = connect_once(*listener.getsockname(), secret, timeout_s=5.0, wrap=wrap_client)
-    thread.join()
-    assert proven == [True]
-    channel.close()
-    listener.close()
 
 
 def test_an_outage_stands_in_the_ledger(relays: list[Relay]) -> None:

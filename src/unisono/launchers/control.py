@@ -212,6 +212,7 @@ class RunStatus:
     step: int | None
     adapts: bool  # whether the run finds the number by itself
     elastic: bool = True  # whether it can be changed
+    join: str = ""  # the command by which another host joins it; "" if none can
 
     def describe(self) -> str:
         """The status in one line."""

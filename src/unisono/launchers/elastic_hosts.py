@@ -21,9 +21,10 @@ from typing import Any
 from unisono.launchers.coordinator import GiveUp
 from unisono.launchers.elastic import LOOK_S, ElasticSupervisor, WorkerConnection
 from unisono.launchers.engine_run import EngineRun
-from unisono.launchers.engines.engine import Engine
+from unisono.launchers.engines.engine import TAKEN, Engine
 from unisono.launchers.failures import SETTLE_S, Outcome
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
+from unisono.launchers.joining import OpenPlaces
 from unisono.launchers.runtime.channel import Channel, Frame
 from unisono.launchers.workers import RemoteWorker
 
@@ -32,7 +33,6 @@ __all__ = ["ElasticHostsRun"]
 _BEAT_S = 0.5  # between two words to an agent
 _REVIVE_S = 2.0  # between two requests to the engine
 _TO_START_S = 60.0  # that an agent may take for it, without a word
-_TAKEN = 75  # exit status of an agent whose place has another
 
 
 class ElasticHostsRun(EngineRun):
@@ -51,22 +51,40 @@ class ElasticHostsRun(EngineRun):
         self.returned: dict[int, bytes] = {}
         self._is_under_way = False
         self.words = ""  # of the engine, if that has ended too
+        self._first_heard: float | None = None  # when the first agent came
+        self._places = OpenPlaces(self, self._token)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
-    def _add_waiting(self, worker: RemoteWorker, agent: int) -> None:
+    def _start(self) -> None:
+        super()._start()
+        self._places.announce((self._addresses()[0], self._listener.getsockname()[1]))
+
+    def _on_join(self, channel: Channel, message: dict[str, Any]) -> None:
+        self._places.take(channel, message)
+
+    def _may_begin(self, now: float) -> bool:
+        """Whether all agents of the engine are there; or enough, if others have not come for so long."""
+        if len(self.waiting) >= self.job.engine_places:
+            return True
+        is_late = self._first_heard is not None and now > self._first_heard + self.elastic.settings.patience_s
+        return is_late and len(self.waiting) >= self.elastic.settings.least
+
+    def _add_waiting(self, worker: RemoteWorker, hello: dict[str, Any]) -> None:
         """An agent without a worker. Its place may have another: itself, by a connection that is lost, or one that an
         engine started before, and then the new one is not needed."""
-        now, mine = time.monotonic(), (worker.identity, agent)
+        now, mine = time.monotonic(), (worker.identity, int(hello["pid"]))
+        self._places.versions = self._places.versions or dict(hello["versions"])
+        self._first_heard = self._first_heard or now
         for channel, other in list(self.agents.items()):
             if other.rank != worker.rank or channel is worker.channel:
                 continue
             if self._processes.get(channel) != mine and now - self._heard[channel] < self.elastic.heartbeat_s:
-                self.server.send(worker.channel, kind="exit", status=_TAKEN)
+                self.server.send(worker.channel, kind="exit", status=TAKEN)
                 return
             self._lose_agent(channel)
         self._heard[worker.channel], self._processes[worker.channel] = now, mine
-        super()._add_waiting(worker, agent)
+        super()._add_waiting(worker, hello)
 
     @property
     def has_begun(self) -> bool:
@@ -82,7 +100,7 @@ class ElasticHostsRun(EngineRun):
                 may_wait = all(failure.consequence or failure.kind == "lost" for failure in failures)
                 if now >= first + SETTLE_S or not may_wait:
                     return
-            if not self._is_under_way and len(self.waiting) == self.job.places:
+            if not self._is_under_way and self._may_begin(now):
                 self._is_under_way = True
                 self.elastic.begin(self._fresh_store().address[1])
             if self._is_under_way and self.elastic.step >= 0:
@@ -120,7 +138,7 @@ class ElasticHostsRun(EngineRun):
         if self._is_under_way and now - self._revived > _REVIVE_S and self._started is not None:
             self._revived = now
             present = {worker.rank for worker in self.agents.values()}
-            self._started.revive(set(range(self.job.places)) - present)
+            self._started.revive(set(range(self.job.engine_places)) - present)
 
     def _find_patience(self, channel: Channel) -> float:
         """How long an agent may say nothing: longer while it starts a worker, from a fork server perhaps."""
@@ -178,9 +196,20 @@ class ElasticHostsRun(EngineRun):
         if self.stop_time is None:
             self.elastic.on_end(worker)
 
+    def _on_lost(self, channel: Channel, why: str = "") -> None:
+        self._places.release(channel)
+        super()._on_lost(channel, why)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        found = super().answer(request)
+        return found if request.get("do") == "stacks" else {**found, "join": self._places.how}
+
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _clean_up(self) -> None:
+        is_over = self._is_under_way and not self.running and not self.failures
+        self._places.dismiss(well=is_over and self.elastic.given_up is None)
+        self._places.close()
         if self._is_under_way and not self.running:
             for worker in self.waiting.values():  # agents without a worker
                 self.server.send(worker.channel, kind="exit", status=0)
@@ -206,22 +235,24 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         self._over = -1  # the last generation whose workers know that it is over
 
     def begin(self, store_port: int) -> None:
-        """Start the first workers: all agents are there."""
+        """Start the first workers: all agents are there, or enough of them."""
         attempt = {"attempt": 0, "attempt_id": secrets.token_hex(8)}
         self._started_with = {"store_port": store_port, "page": False, **attempt}
-        for _ in range(self._run.job.workers):
-            self._start_in(min(self._hosts.waiting))
+        places = sorted(self._hosts.waiting)[: self._run.job.workers]
+        for rank, place in enumerate(places):
+            self._start_in(place, rank, len(places))
         self.coordinator.begin(list(self.connections))
 
     def _start(self, count: int) -> None:
         room = len(self._hosts.waiting) if self._has_log else 0
         for _ in range(min(count, room)):
-            self.coordinator.started(self._start_in(min(self._hosts.waiting)).number)
+            size = len(self.coordinator.members)
+            self.coordinator.started(self._start_in(min(self._hosts.waiting), size, size + 1).number)
 
-    def _start_in(self, place: int) -> WorkerConnection[RemoteWorker]:
-        """Start a worker in a place whose agent has none."""
+    def _start_in(self, place: int, rank: int, size: int) -> WorkerConnection[RemoteWorker]:
+        """Start a worker in a place whose agent has none; the rank and size are what it is told at first."""
         worker = self._hosts.waiting.pop(place)
-        joining, size = bool(self.coordinator.members), max(1, len(self.coordinator.members))
+        joining = bool(self.coordinator.members)
         everyone = list(self._hosts.agents.values())
         hosts = list(dict.fromkeys(other.identity for other in sorted(everyone, key=lambda one: one.rank)))
         near = sorted(other.rank for other in everyone if other.identity == worker.identity)
@@ -230,8 +261,8 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         self._run.workers.append(worker)
         self._hosts.start_worker(
             worker,
-            rank=size if joining else place,
-            size=size + 1 if joining else self._run.job.workers,
+            rank=rank,
+            size=size,
             joining=joining,
             summons=self._regroup_generation,
             local_rank=near.index(place),

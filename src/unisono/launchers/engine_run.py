@@ -29,8 +29,9 @@ from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.meeting import OfferedPage, RunDebugger
 from unisono.launchers.output import OutputClosed
 from unisono.launchers.processes import worker_environment
+from unisono.launchers.runtime.addresses import ANYWHERE, INTERFACE, address_towards, find_own_addresses
 from unisono.launchers.runtime.channel import Channel, ChannelServer, Frame, derive_secret
-from unisono.launchers.runtime.machine import address_towards
+from unisono.launchers.runtime.encryption import is_control_encrypted
 from unisono.launchers.runtime.run_folder import name_rank_file
 from unisono.launchers.runtime.stacks import WorkerStack
 from unisono.launchers.runtime.store_server import StoreServer
@@ -48,6 +49,7 @@ _FORWARDED = (
     "UNISONO_TIMEOUT_S",
     "UNISONO_CHECKS",
     "UNISONO_ENCRYPT",
+    "UNISONO_INTERFACE",
     "UNISONO_PORTS",
     "UNISONO_CHECK_EVERY",
     "UNISONO_SHARED_MEMORY",
@@ -63,17 +65,28 @@ class EngineRun(Supervisor[RemoteWorker]):
     """One run of one job on one engine."""
 
     def __init__(self, job: Job, engine: Engine, payload: bytes | None = None) -> None:
-        self.engine = engine.open(job.places)
+        self.engine = engine.open(job.engine_places)
         super().__init__(job, restarts=self.engine.restarts, inherit=False)
         self._payload, self._token = payload, secrets.token_bytes(32)
         self._secret = derive_secret(self._token, "run").hex()  # agents have the token, so it need not travel
         self.results: list[bytes] = []
+        self.is_encrypted = is_control_encrypted(is_one_host=self.engine.local)
         self._backlog = max(128, 2 * job.places)
         self._store = self._open_store()  # of this attempt
         self._meeting_page = OfferedPage()
-        self.debugger = RunDebugger(job, self._secret, self.output.say, self.engine.listen(self._backlog))
+        self.offered_page = self._meeting_page.offer()
+        listener = self.engine.listen(self._backlog)
+        self.debugger = RunDebugger(job, self._secret, self.output.say, listener, is_encrypted=self.is_encrypted)
         self._listener = self.engine.listen(self._backlog)
-        self.server = ChannelServer(self.loop, self._listener, self._token, self._on_frames, self._on_lost)
+        self.server = ChannelServer(
+            self.loop,
+            self._listener,
+            self._token,
+            self._on_frames,
+            self._on_lost,
+            is_encrypted=self.is_encrypted,
+            name="the launcher",
+        )
         self._told_stacks: dict[int, WorkerStack] | None = None  # while they are being gathered
         self.agents: dict[Channel, RemoteWorker] = {}  # agents that have said who they are, with their workers
         self._hosts: list[Channel] = []  # of hosts whose agents a helper starts (ssh.py)
@@ -121,13 +134,13 @@ class EngineRun(Supervisor[RemoteWorker]):
             "launcher": addresses,
             "token": self._token.hex(),
             "engine": self.engine.environment(),
-            "page": self._meeting_page.offer(),
+            "page": self.offered_page,
             "heartbeat_s": None if self.elastic is None else self.elastic.heartbeat_s,
         }
         env = worker_environment(0, self.job.workers, address=self._store.address, run_id=self.run_id, threads=1)
         self._started = self.engine.start(
             Work(
-                workers=self.job.places,
+                workers=self.job.engine_places,
                 agent=agent_command(self.engine.python_there()),
                 env={AGENT: json.dumps(told), "UNISONO_RUN": env["UNISONO_RUN"]},
                 addresses=addresses,
@@ -140,7 +153,8 @@ class EngineRun(Supervisor[RemoteWorker]):
 
     def _open_store(self) -> StoreServer:
         """Open a store whose secret follows from the run's token: agents have that, so the secret need not travel."""
-        return StoreServer(self.engine.listen(self._backlog), derive_secret(self._secret.encode(), "store"))
+        secret = derive_secret(self._secret.encode(), "store")
+        return StoreServer(self.engine.listen(self._backlog), secret, is_encrypted=self.is_encrypted)
 
     def _fresh_store(self) -> StoreServer:
         """A new store for each attempt: torch's groups would take an earlier attempt's addresses for this one's."""
@@ -154,9 +168,13 @@ class EngineRun(Supervisor[RemoteWorker]):
         """Where other hosts may reach this one: the addresses from which it would speak to them."""
         if own := self.engine.own_addresses():
             return list(own)
-        hosts = [*self.engine.hosts_to_reach(), "192.0.2.1"]  # the last stands for anywhere
+        named: list[str] = []
+        if asked := os.environ.get(INTERFACE, ""):
+            with contextlib.suppress(OSError):  # the workers' hosts have it; this one need not
+                named = [str(one) for card in find_own_addresses(asked) for one in card]
+        hosts = [*self.engine.hosts_to_reach(), *ANYWHERE]
         found = [address for host in hosts if (address := address_towards(host))]
-        return list(dict.fromkeys([*found, socket.gethostname()]))
+        return list(dict.fromkeys([*named, *found, socket.gethostname()]))
 
     # -- 2. meet -------------------------------------------------------------------------------------------------------
 
@@ -177,18 +195,27 @@ class EngineRun(Supervisor[RemoteWorker]):
         if hello.get("kind") == "host":  # of ssh.py: one a host, which starts the agents there
             self._hosts.append(channel)
             return
+        if hello.get("kind") == "join":
+            self._on_join(channel, hello)
+            return
         rank, size = int(hello["rank"]), int(hello["size"])
-        if size != self.job.places:
-            self._wrong = f"{self.engine.name} started {size} workers, not the {self.job.places} that were asked for"
+        if size != (self.job.places if hello.get("joined") else self.job.engine_places):
+            asked = self.job.engine_places
+            self._wrong = f"{self.engine.name} started {size} workers, not the {asked} that were asked for"
             return
         worker = RemoteWorker(
             rank=rank, host=str(hello["host"]), channel=channel, identity=str(hello["identity"]), page=hello.get("page")
         )
         self.agents[channel] = worker
-        self._add_waiting(worker, int(hello["pid"]))
+        self._add_waiting(worker, hello)
 
-    def _add_waiting(self, worker: RemoteWorker, agent: int) -> None:
-        """Note an agent that waits for its start; `agent`: its process id."""
+    def _on_join(self, channel: Channel, message: dict[str, Any]) -> None:
+        """Another host asks for places (joining.py)."""
+        why = "this run has as many workers as it was started with: it takes others if started with -n MIN:MAX"
+        self.server.send(channel, kind="refused", why=why, full=False)
+
+    def _add_waiting(self, worker: RemoteWorker, hello: dict[str, Any]) -> None:
+        """Note an agent that waits for its start, and what it has said."""
         self.waiting[worker.rank] = worker
 
     def start_worker(self, worker: RemoteWorker, **fields: Any) -> None:
@@ -231,8 +258,9 @@ class EngineRun(Supervisor[RemoteWorker]):
 
     def _check_start(self, now: float) -> None:
         if not self._wrong and not self.has_begun and now > self._since + self.engine.start_s:
+            wanted = self.job.engine_places
             self._wrong = (
-                f"{self.engine.name}: {len(self.waiting)} of {self.job.places} workers had reported to this host "
+                f"{self.engine.name}: {len(self.waiting)} of {wanted} workers had reported to this host "
                 f"after {self.engine.start_s:.0f} s (at {', '.join(self._addresses())}, port "
                 f"{self._listener.getsockname()[1]}): there are too few free slots, or hosts cannot connect back"
             )

@@ -39,12 +39,18 @@ class ElasticSettings:
     heartbeat_s: float = 10.0  # a worker that stands still for longer is replaced
     stuck_s: float = 600.0  # so is one that others have waited for so long
     adapt: Adapt | None = None  # None: the number is changed by `unisono scale` alone
+    later: int = 0  # of `most`: places that the engine does not fill, for hosts that come by `unisono join`
 
     def __post_init__(self) -> None:
         if not self.heartbeat_s >= 2 * BEAT_S or not self.stuck_s > 0:
             raise ValueError(
                 f"got a heartbeat of {self.heartbeat_s:g} s and a deadline of {self.stuck_s:g} s: workers are heard of "
                 f"every {BEAT_S:g} s; expected a heartbeat of at least {2 * BEAT_S:g} s, and a deadline above 0"
+            )
+        if not 0 <= self.later <= self.most - self.least:
+            raise ValueError(
+                f"got {self.later} places for hosts that come later, of {self.most}: at least {self.least} workers are "
+                f"there from the beginning; expected 0 to {self.most - self.least}, or a larger MAX (-n MIN:MAX)"
             )
 
     def describe_shortage(self, left: int) -> str:
@@ -68,6 +74,7 @@ class Job:
     start: StartMethod = "fresh"
     faults: str | None = None  # a fault script; None: that of the environment, if any
     elastic: ElasticSettings | None = None  # None: a worker that is lost ends the run
+    debugpy: int | None = None  # rank 0's port for a debugger of the debugpy kind, which each worker waits for
     pdb: bool = False  # where a worker raises, stop all and open the debugger's prompt
     record: RunFolder | None = None  # where the run is recorded
     grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all
@@ -76,6 +83,11 @@ class Job:
     def places(self) -> int:
         """How many workers there may be at once."""
         return self.workers if self.elastic is None else self.elastic.most
+
+    @property
+    def engine_places(self) -> int:
+        """How many of them the engine fills; the others are for hosts that come later."""
+        return self.places if self.elastic is None else self.places - self.elastic.later
 
     def describe_program(self) -> str:
         """The program and its arguments, for people."""

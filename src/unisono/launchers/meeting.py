@@ -85,8 +85,16 @@ _TIMEOUT, _DAY_S = "UNISONO_TIMEOUT_S", "86400"
 class RunDebugger:
     """Listens at once; serves from `start` on. `secret`: the run's, as its workers have it."""
 
-    def __init__(self, job: Job, secret: str, say: Callable[[str], None], listener: socket | None = None) -> None:
-        self._job, self._secret, self._say = job, secret, say
+    def __init__(
+        self,
+        job: Job,
+        secret: str,
+        say: Callable[[str], None],
+        listener: socket | None = None,
+        *,
+        is_encrypted: bool = False,
+    ) -> None:
+        self._job, self._secret, self._say, self._is_encrypted = job, secret, say, is_encrypted
         self.listener = listener or create_server(("127.0.0.1", 0), backlog=max(128, 2 * job.places))
         self._context = contextvars.copy_context()  # by which a notebook knows the cell
         self._hub: Hub | None = None
@@ -106,8 +114,9 @@ class RunDebugger:
 
     def variables(self, hosts: Sequence[str] = ("127.0.0.1",)) -> dict[str, str]:
         """For the environment of a worker that can reach this host at one of `hosts`."""
-        found = {PDB: "1"} if self._job.pdb else {}
-        if self._job.pdb and _TIMEOUT not in os.environ:
+        debugged = "1" if self._job.pdb else "" if self._job.debugpy is None else f"debugpy:{self._job.debugpy}"
+        found = {PDB: debugged} if debugged else {}
+        if debugged and _TIMEOUT not in os.environ:
             found[_TIMEOUT] = _DAY_S  # messages between hosts count the time in which people think
         if os.environ.get(DEBUGGER) == "0":
             return found | {DEBUGGER: "0"}
@@ -128,7 +137,7 @@ class RunDebugger:
         from unisono.launchers.runtime.debugger.hub import Hub
         from unisono.launchers.runtime.debugger.prompt import TerminalPrompt
 
-        self._hub = hub = Hub(self.listener, make_token(self._secret), self._say)
+        self._hub = hub = Hub(self.listener, make_token(self._secret), self._say, self._is_encrypted)
         hub.how_to_attach = f"unisono debug {hub.run}"
         self._prompt = self._context.run(TerminalPrompt, hub)
         hub.open_prompt = self._prompt.open

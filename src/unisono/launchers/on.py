@@ -9,15 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.launchers.engines.kubernetes import Kubernetes as kubernetes
     from unisono.launchers.engines.mpi import Mpi as mpi
     from unisono.launchers.engines.ray import Ray as ray
+    from unisono.launchers.engines.skypilot import Skypilot as skypilot
     from unisono.launchers.engines.slurm import Slurm as slurm
     from unisono.launchers.engines.spark import Spark as spark
     from unisono.launchers.engines.ssh import Ssh as ssh
     from unisono.launchers.engines.torchrun import Torchrun as torchrun
     from unisono.launchers.lab.engine import Lab as lab
 
-__all__ = ["lab", "mpi", "ray", "slurm", "spark", "ssh", "torchrun"]
+__all__ = ["kubernetes", "lab", "mpi", "ray", "skypilot", "slurm", "spark", "ssh", "torchrun"]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,14 +37,20 @@ class Batches(Protocol):
         """Whether a batch has been given out, and the next has not been asked for."""
 
     @property
-    def position(self) -> list[int]:
-        """The epoch, and the batches of it that were given out."""
+    def position(self) -> list[Any]:
+        """The epoch, the batches of it that were given out, and whatever else `move_to` takes."""
 
-    def move_to(self, epoch: int, batch: int) -> None:
+    def locate(self, batch: int) -> list[Any]:
+        """The position before a batch of this epoch."""
+
+    def move_to(self, epoch: int, batch: int, place: Any = None) -> None:
         """Continue this pass at another rank's position."""
 
     def cut(self) -> None:
         """End the pass that is under way."""
+
+    def describe_batch(self) -> str:
+        """The samples of the batch that was given out last, in words."""
 
 
 class Healer(Protocol):

@@ -426,7 +426,7 @@ def _merge(intervals: Iterable[Interval]) -> list[Interval]:
     [(0.0, 2.5), (3.0, 4.0)]
     """
     merged: list[Interval] = []
-    for a, b in sorted(i for i in intervals if i[1] > i[0]):
+    for a, b in sorted([i for i in intervals if i[1] > i[0]]):
         if merged and a <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], b))
         else:
@@ -435,7 +435,7 @@ def _merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _sum_lengths(intervals: Iterable[Interval]) -> float:
-    return sum(b - a for a, b in intervals)
+    return sum([b - a for a, b in intervals])
 
 
 def _sum_overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
@@ -444,7 +444,7 @@ def _sum_overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
     >>> _sum_overlap([(0.0, 2.0), (3.0, 6.0)], [(1.0, 4.0), (5.0, 9.0)])
     3.0
     """
-    return _sum_lengths(_intersect(left, right))
+    return _sum_lengths(_intersect(left, right)) if left and right else 0.0
 
 
 def _intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,9 +45,16 @@ def preempted(world: World | None = None) -> bool:
 
 
 class Agreement:
-    """Agreement of a world's ranks on when to leave; every rank makes one, at the same place of the program."""
+    """Agreement of a world's ranks on when to leave; every rank makes one, at the same place of the program.
 
-    def __init__(self, world: World) -> None:
+    told: whether this rank wants to leave. agreed: called when all have agreed. (Or on something else to be done.)
+    """
+
+    def __init__(
+        self, world: World, told: Callable[[], bool] | None = None, agreed: Callable[[], None] | None = None
+    ) -> None:
+        self._told = told or (lambda: sigterm.told())
+        self._agreed = agreed or (lambda: sigterm.note_agreement())
         self.reached = False
         self.world_changed(world)
         world.follow(self)
@@ -81,12 +89,12 @@ class Agreement:
         else:
             self.reached = bool(elastic.call(lambda: self._ask_all(now), alone=lambda: False))
         if self.reached:
-            sigterm.note_agreement()
+            self._agreed()
         return self.reached
 
     def _ask_all(self, now: bool) -> bool:
         if self._world.size == 1:
-            self.reached = sigterm.told()
+            self.reached = self._told()
         else:
             self._channel = self._channel or self._world.channel(inline=False)
             self._ask_others(self._channel, now)
@@ -106,7 +114,7 @@ class Agreement:
         clock = time.perf_counter()
         seconds = math.inf if self._last is None else (clock - self._last[0]) / (self._calls - self._last[1])
         self._last = clock, self._calls
-        return torch.tensor([float(sigterm.told()), seconds], dtype=torch.float64)
+        return torch.tensor([float(self._told()), seconds], dtype=torch.float64)
 
     def _take(self, asked: Handle[Tensor]) -> None:
         told, seconds = asked.wait().tolist()

@@ -15,7 +15,15 @@ import torch
 from unisono.predict.costs import all_reduce_bytes
 from unisono.world.world import World
 
-__all__ = ["MeasuredLink", "measure_link", "measure_links", "take_slowest", "time_runs"]
+__all__ = [
+    "EncryptionCost",
+    "MeasuredLink",
+    "measure_encryption",
+    "measure_link",
+    "measure_links",
+    "take_slowest",
+    "time_runs",
+]
 
 _SMALL_BYTES = 64
 _LARGE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -93,6 +101,39 @@ def measure_links(channel: World) -> list[MeasuredLink]:
         latency_s, bits_per_s = channel.gather_objects(mine)[first]
         found.append(MeasuredLink(channel.hosts[first], channel.hosts[second], latency_s, bits_per_s))
     return found
+
+
+@dataclass(frozen=True)
+class EncryptionCost:
+    """What a link between two hosts passes, encrypted and not; `is_on`: what this world does."""
+
+    is_on: bool
+    plain_bits_per_s: float
+    encrypted_bits_per_s: float
+
+
+def measure_encryption(world: World) -> EncryptionCost | None:
+    """Measure the link between the first two hosts over further connections, encrypted and not; every rank gets both.
+
+    None for ranks of one host: nothing of theirs is encrypted.
+    """
+    transport, second = world.transport, next((r for r, host in enumerate(world.hosts) if host != world.hosts[0]), None)
+    if transport is None or second is None:
+        return None
+    rates = []
+    for is_encrypted in (False, True):
+        base = transport.connect_again(is_encrypted=is_encrypted)
+        if base is None:
+            return None
+        again = World(base, device=torch.device("cpu"), hosts=list(world.hosts), name="probe")
+        try:
+            mine = 0.0
+            if world.rank in (0, second):
+                mine = _measure_pair(again, second if world.rank == 0 else 0, leads=world.rank == 0)[1]
+            rates.append(float(again.gather_objects(mine)[0]))
+        finally:
+            again.close()
+    return EncryptionCost(transport.is_encrypted, *rates)
 
 
 def _measure_pair(channel: World, other: int, *, leads: bool) -> tuple[float, float]:

@@ -343,6 +343,12 @@ def _connect_nccl(transport: Transport, device: torch.device) -> Transport:
 
     from unisono.world.transports.nccl import NcclTransport
 
+    if transport.is_encrypted and transport.rank == 0:
+        warn_user(
+            "what hosts send to each other is encrypted, but CUDA tensors travel by NCCL, which does not encrypt: join "
+            "the hosts by a VPN (docs/networks.md), or train on the CPU; --no-encrypt says that the network is safe"
+        )
+
     def share(text: str) -> str:
         return transport.exchange(text.encode())[0].decode()
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from unisono.launchers.runtime.addresses import address_towards, find_address_for_others, is_loopback, open_listener
 from unisono.launchers.runtime.channel import read_store_secret
 from unisono.launchers.runtime.launch_env import Place
-from unisono.launchers.runtime.machine import address_towards
 from unisono.launchers.runtime.store_server import StoreServer
 from unisono.world.transports import PeerLost
 from unisono.world.transports.connections import describe_no_store, probe
@@ -80,8 +80,11 @@ def open_locked_store(host: str, port: int, secret: bytes, *, serve: bool, timeo
 
     server = _served.get((host, port)) if serve and port else None  # as a later group of this program finds it
     if serve and server is None:
-        listener = _listen(host, port) or socket.create_server(("0.0.0.0", port), backlog=1024)
-        server = StoreServer(listener, secret)
+        from unisono.launchers.runtime.encryption import is_control_encrypted
+
+        listener = _listen(host, port) or open_listener("", ports=str(port or ""))
+        is_encrypted = is_control_encrypted(is_one_host=is_loopback(host))
+        server = StoreServer(listener, secret, is_encrypted=is_encrypted)
         server.start()
         _served[host, server.address[1]] = server
     address = host, server.address[1] if server is not None else port
@@ -160,7 +163,7 @@ def _open_mpi_store(timeout_s: float) -> Store:
     is_one_host = near.size == world.size
     near.Free()
     if world.rank == 0:
-        host = "127.0.0.1" if is_one_host else address_towards("192.0.2.1") or "127.0.0.1"
+        host = "127.0.0.1" if is_one_host else find_address_for_others() or "127.0.0.1"
         secret = secrets.token_bytes(32)
         store = open_locked_store(host, 0, secret, serve=True, timeout_s=timeout_s)
         found = (host, store.port, secret)

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Axes", "WeightListener", "World", "WorldFollower"]
 F = TypeVar("F", bound=Callable[..., Any])
-_KINDS = 256  # of small all-reduces that are remembered
-_NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations", "_small")
+_KINDS = 256  # of all-reduces that are remembered
+_NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations", "_known")
 
 
 def _survivable(*, changes: bool, handle: bool, alone: Callable[..., Any]) -> Callable[[F], F]:
@@ -158,7 +158,7 @@ class World:
         self.is_device_known = False  # whether it has been decided how CUDA tensors travel (see `accelerate`)
         self._followers: list[weakref.ref[WorldFollower]] = []
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
-        self._small: dict[Any, tuple[Any, ...]] = {}  # what is the same in small all-reduces of a kind
+        self._known: dict[Any, tuple[Any, ...]] = {}  # what is the same in all-reduces of a kind
         self._splits = 0
         self._children: weakref.WeakKeyDictionary[World, None] = weakref.WeakKeyDictionary()  # dropped: they end
         self._whole: World | None = None  # this world as it was before `narrow`, kept alive
@@ -181,9 +181,15 @@ class World:
 
     @property
     def reads_peers(self) -> bool:
-        """Whether an all-reduce of large CPU tensors reads them from the other processes: then copying them into memory
+        """Whether a reduction of large CPU tensors reads them from the other processes: then copying them into memory
         from `empty` gains nothing."""
         return self.transport is not None and self.transport.reads_peers
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether an all-reduce of several large CPU tensors works on them where they are: then copying them into one
+        line gains nothing."""
+        return self.transport is not None and self.transport.takes_parts
 
     def use_nccl(self, transport: Transport) -> None:
         """Send CUDA tensors over `transport` from now on."""
@@ -230,9 +236,9 @@ class World:
         The result has the same bits on every rank. Sends 2(N-1)/N of its bytes.
         """
         kind = (op, x.dtype, x.shape) if type(x) is Tensor else None
-        if (known := self._small.get(kind)) is not None and x.device.type == "cpu":
+        if (known := self._known.get(kind)) is not None and x.device.type == "cpu":
             record = self._operations.record("all_reduce", tag, *known)
-            if (posted := self._operations.post(x, op, record, x)) is not None:
+            if x.nbytes <= SMALL_BYTES and (posted := self._operations.post(x, op, record, x)) is not None:
                 return posted
             parts = [x]
         else:
@@ -244,11 +250,11 @@ class World:
             nbytes = count_bytes(parts)
             same = all_reduce_bytes(nbytes, self.size), op, parts[0].dtype, shapes_of(parts)
             record = self._operations.record("all_reduce", tag, *same)
-            if len(parts) == 1 and nbytes <= SMALL_BYTES:
-                if kind is not None and len(self._small) < _KINDS:
-                    self._small[kind] = same
-                if (posted := self._operations.post(parts[0], op, record, x)) is not None:
-                    return posted
+            if kind is not None and len(self._known) < _KINDS:
+                self._known[kind] = same
+            is_small = len(parts) == 1 and nbytes <= SMALL_BYTES
+            if is_small and (posted := self._operations.post(parts[0], op, record, x)) is not None:
+                return posted
         lines = [flatten(p) for p in parts]
 
         def run(transport: Transport) -> tuple[float, Any]:
@@ -259,19 +265,28 @@ class World:
 
         return self._operations.run(record, parts[0], run)
 
-    def reduce_joined(self, lines: Sequence[Tensor], op: Op = "mean", *, out: Tensor, tag: str = "") -> Handle[Tensor]:
+    def reduce_joined(
+        self,
+        lines: Sequence[Tensor],
+        op: Op = "mean",
+        *,
+        out: Tensor,
+        counts: Sequence[int] | None = None,
+        tag: str = "",
+    ) -> Handle[Tensor]:
         """Reduce the concatenation of flat, contiguous tensors, and write this rank's N-th of it to `out`. With
-        `reads_peers` the tensors are not copied to join them. Sends (N-1)/N of the bytes."""
+        `reads_peers` the tensors are not copied to join them. `counts`: how many elements each rank takes instead.
+        Sends (N-1)/N of the bytes."""
         lines, target = [line.detach() for line in list_tensors("reduce_joined", lines)], out.detach()
         check_op(target.dtype, op)
         if self.size == 1:
             return Handle.of(target.copy_(torch.cat(lines)))
         bytes_sent = math.ceil((self.size - 1) * count_bytes(lines) / self.size)
         record = self._operations.record("reduce_scatter", tag, bytes_sent)
-        counts = [target.numel()] * self.size
+        each = [target.numel()] * self.size if counts is None else list(counts)
 
         def run(transport: Transport) -> tuple[float, Tensor]:
-            return transport.reduce_scatter_parts(lines, counts, op, target), target
+            return transport.reduce_scatter_parts(lines, each, op, target), target
 
         return self._operations.run(record, target, run)
 
@@ -306,7 +321,7 @@ class World:
         self, x: Tensor, *, even: bool = False, out: Sequence[Tensor] | None = None, tag: str = ""
     ) -> Handle[list[Tensor]]:
         """Every rank's `x`, on every rank. Shapes may differ, unless `even` promises that they do not
-        (which saves a small message). `out`: one contiguous tensor a rank for the results.
+        (which saves a small message). `out`: one contiguous tensor a rank for the results, of its shape.
         Sends (N-1) times my bytes.
         """
         into = [None] * self.size if out is None else check_one_each("all_gather(out=...)", out, self.size)
@@ -318,7 +333,12 @@ class World:
         line = flatten(x)
 
         def run(transport: Transport) -> tuple[float, list[Tensor]]:
-            shapes = [tuple(x.shape)] * self.size if even else gather_shapes(self._operations.base, x, tag)
+            if even:
+                shapes = [tuple(x.shape)] * self.size
+            elif out is not None:
+                shapes = [tuple(o.shape) for o in out]
+            else:
+                shapes = gather_shapes(self._operations.base, x, tag)
             outs = [provide_line("all_gather", o, s, x) for o, s in zip(into, shapes, strict=True)]
             last = transport.all_gather(line, outs)
             return last, [o.view(s) for o, s in zip(outs, shapes, strict=True)]

@@ -2,12 +2,12 @@
 
 Launchers speak so to their workers on other hosts, and workers to the store in which they meet.
 
-1. Greeting: each end sends a nonce and a code (HMAC-SHA256 with the token) over both nonces. What has not been proven
-   is of fixed length and is never parsed.
-2. Frames: a kind of one byte, a length, a code over the frame's number and contents, then the contents. The keys come
+1. Line: whoever listens says whether the connection is to be encrypted. Then TLS begins (encryption.py), and all that
+   follows is inside it. Nobody gains by changing the line: the proof is made over the handshake, or over none.
+2. Greeting: each end sends a nonce and a code (HMAC-SHA256 with the token) over both nonces and TLS's handshake. What
+   has not been proven is of fixed length and is never parsed.
+3. Frames: a kind of one byte, a length, a code over the frame's number and contents, then the contents. The keys come
    from the token and the nonces, so nothing can be put in, left out, or played back.
-
-It authenticates and does not encrypt: like the engines' own traffic, it is for networks that nobody else listens on.
 
 A ChannelServer has the channels that others open at one address. What strangers can use up is limited: connections that
 have not proven themselves, the time that they have for it, and bytes of answers that nobody takes.
@@ -26,6 +26,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -53,8 +54,10 @@ __all__ = [
 GREETING_S = 10.0  # that an end has to prove itself
 MOST_UNPROVEN = 256  # connections at a time; a stranger that opens more drives out other strangers
 _MAGIC = b"unisono channel 1\n"
+_SEALED = b"unisono channel 1 tls\n"  # TLS follows, and what _MAGIC announces inside it
 _NONCE, _CODE = 32, 32
 _HEAD = struct.Struct("<cI32s")  # kind, length, code
+_CLOSED = "it closed the connection: another run's, or another service"
 PIECE_BYTES = 1 << 20  # longer contents travel in pieces: no frame is longer
 
 
@@ -86,14 +89,15 @@ class Frame(NamedTuple):
 class Channel:
     """One end. The launcher's is not blocking: `receive` and `flush` do what can be done now."""
 
-    def __init__(self, sock: socket.socket, token: bytes, *, server: bool) -> None:
+    def __init__(self, sock: socket.socket, token: bytes, *, server: bool, heard: bytes = b"") -> None:
+        """`heard`: what has been read of the connection already."""
         self.sock = sock
         self.proven = False
         self.since = time.monotonic()
         self.caller = _name_caller(sock)  # "10.0.0.7:51234"
         self._token, self._server = token, server
         self._nonce = secrets.token_bytes(_NONCE)
-        self._in, self._out = bytearray(), bytearray()
+        self._in, self._out = bytearray(heard), bytearray()
         self._sent = self._received = 0
         self._send_key = self._receive_key = b""
         if server:
@@ -102,6 +106,16 @@ class Channel:
     def fileno(self) -> int:
         """The socket's descriptor, for event loops."""
         return self.sock.fileno()
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether nobody else can read what passes here."""
+        return hasattr(self.sock, "binding")
+
+    @property
+    def can_send_more(self) -> bool:
+        """Whether something is queued that waits for room, and not for the other end to shake hands."""
+        return bool(self._out) and bool(getattr(self.sock, "is_ready", True))
 
     @property
     def bytes_to_send(self) -> int:
@@ -157,7 +171,7 @@ class Channel:
         """Close the connection."""
         self.sock.close()
 
-    # -- 1. greeting ---------------------------------------------------------------------------------------------------
+    # -- 2. greeting ---------------------------------------------------------------------------------------------------
 
     def _greet(self) -> bool:
         """One step of the greeting; True when both ends are proven."""
@@ -174,10 +188,9 @@ class Channel:
             return True
         if not self._received:  # the launcher's nonce has not been answered
             wanted = len(_MAGIC) + _NONCE
+            _check_line(self._in[: len(_MAGIC)], _MAGIC)
             if len(self._in) < wanted:
-                self._check_magic(bytes(self._in[: len(_MAGIC)]))
                 return False
-            self._check_magic(bytes(self._in[: len(_MAGIC)]))
             self._both = bytes(self._in[len(_MAGIC) : wanted]) + self._nonce
             del self._in[:wanted]
             self._out += self._nonce + self._sign(b"worker", self._both)
@@ -190,10 +203,6 @@ class Channel:
         self._compare(code, b"launcher", self._both)
         self._settle(self._both)
         return True
-
-    def _check_magic(self, begin: bytes) -> None:
-        if not _MAGIC.startswith(begin):
-            raise NotProven("something else listens there")
 
     def _compare(self, code: bytes, who: bytes, nonces: bytes) -> None:
         if not hmac.compare_digest(code, self._sign(who, nonces)):
@@ -209,7 +218,7 @@ class Channel:
         binding = getattr(self.sock, "binding", b"")  # of an encrypted connection: whoever stands between has two
         return hmac.digest(self._token, what + nonces + binding, hashlib.sha256)
 
-    # -- 2. frames -----------------------------------------------------------------------------------------------------
+    # -- 3. frames -----------------------------------------------------------------------------------------------------
 
     def _frames(self) -> Iterator[Frame]:
         while len(self._in) >= _HEAD.size:
@@ -232,9 +241,16 @@ class Channel:
         return mac.digest()
 
 
+def _check_line(begin: bytes | bytearray, *known: bytes) -> None:
+    """Raise NotProven unless one of these lines may begin like that."""
+    if not any(line.startswith(begin[: len(line)]) for line in known):
+        ours = begin.startswith(b"unisono channel ")
+        raise NotProven("another version of unisono listens there" if ours else "something else listens there")
+
+
 def _name_caller(sock: socket.socket) -> str:
     try:
-        return ":".join(map(str, sock.getpeername()[:2]))
+        return ":".join(map(str, sock.getpeername()[:2])).removeprefix("::ffff:")  # IPv4, at a socket for both
     except OSError:
         return "an address that is not known any more"
 
@@ -265,33 +281,42 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: fl
         time.sleep(0.2)
 
 
-def connect_once(
-    host: str,
-    port: int,
-    token: bytes,
-    *,
-    timeout_s: float,
-    wrap: Callable[[socket.socket], socket.socket] | None = None,
-) -> Channel:
-    """A proven channel to an address; NotProven if what listens there does not know the token.
-
-    `wrap`: puts another layer, such as encryption, around the connection before anything is said.
-    """
+def connect_once(host: str, port: int, token: bytes, *, timeout_s: float) -> Channel:
+    """A proven channel to an address, encrypted if whoever listens there says so; NotProven if that does not know the
+    token."""
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         keep_alive(sock)
-        sock = sock if wrap is None else wrap(sock)
-        channel = Channel(sock, token, server=False)
         deadline = time.monotonic() + timeout_s
+
+        line = _read_line(sock, deadline)
+        if line == _SEALED:
+            from unisono.launchers.runtime.encryption import wrap_client
+
+            sock, line = wrap_client(sock), b""
+        channel = Channel(sock, token, server=False, heard=line)
         while not channel.proven:
             sock.settimeout(max(0.001, deadline - time.monotonic()))  # whoever listens there may send byte by byte
             if channel.receive() is None:
-                raise NotProven("it closed the connection: another run's, or another service")
+                raise NotProven(_CLOSED)
         sock.settimeout(None)
         return channel
     except BaseException:
         sock.close()
         raise
+
+
+def _read_line(sock: socket.socket, deadline: float) -> bytes:
+    """What whoever listens says first: _SEALED, or _MAGIC and perhaps a part of what follows."""
+    heard = b""
+    while len(heard) < len(_MAGIC) or (_SEALED.startswith(heard) and heard != _SEALED):
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        data = sock.recv(len(_SEALED) - len(heard))
+        heard += data
+        if not data:
+            raise NotProven(_CLOSED)
+        _check_line(heard, _MAGIC, _SEALED)
+    return heard
 
 
 # The secret of a run -------------------------------------------------------------------------------------------------
@@ -327,43 +352,56 @@ def read_store_secret(host: str, port: int, *, hosted: bool, env: Mapping[str, s
 # Many channels at one address ----------------------------------------------------------------------------------------
 
 
+_MOST_NAMED = 5  # strangers that are told of
 _NO_DESCRIPTORS_S = 0.05  # until accepting is tried again
 
 
 class ChannelServer:
     """Serves from `start` on; connections made before are served then.
 
+    listener: where others connect; there may be several.
     on_frames: given a channel and what it has said; NotProven or another ConnectionError drops the channel.
     on_lost: given a channel whose other end is gone, or is not one of ours. It is closed already.
     most_unread: bytes that a channel may leave unread; more drops it. None: no limit.
-    wrap: puts another layer, such as encryption, around a connection that was accepted.
+    is_encrypted: whether nobody else can read the channels.
+    name: of the address, "the store": the first strangers who say something there are named on standard error.
     """
 
     def __init__(
         self,
         loop: EventLoop,
-        listener: socket.socket,
+        listener: socket.socket | Sequence[socket.socket],
         token: bytes,
         on_frames: Callable[[Channel, list[Frame]], None],
         on_lost: Callable[[Channel], None],
         *,
         most_unread: int | None = None,
-        wrap: Callable[[socket.socket], socket.socket] | None = None,
+        is_encrypted: bool = False,
+        name: str = "",
     ) -> None:
-        self._loop, self._listener, self._token, self._wrap = loop, listener, token, wrap
+        self._name, self._strangers = name, 0
+        self._listeners = [listener] if isinstance(listener, socket.socket) else list(listener)
+        self._loop, self._token, self.is_encrypted = loop, token, is_encrypted
         self._on_frames, self._on_lost, self._most_unread = on_frames, on_lost, most_unread
         self.channels: dict[Channel, None] = {}  # the oldest first
         self._unproven: dict[Channel, None] = {}
-        listener.setblocking(False)
+        for each in self._listeners:
+            each.setblocking(False)
+        if is_encrypted:
+            from unisono.launchers.runtime.encryption import wrap_server
+
+            self._wrap = wrap_server
 
     def start(self) -> None:
         """Accept connections."""
-        self._loop.watch(self._listener, self._accept)
+        for listener in self._listeners:
+            self._loop.watch(listener, partial(self._accept, listener))
 
     def close_address(self) -> None:
         """Accept no more connections."""
-        self._loop.forget(self._listener)
-        self._listener.close()
+        for listener in self._listeners:
+            self._loop.forget(listener)
+            listener.close()
 
     def close(self) -> None:
         """Close the address and all channels; `on_lost` is not called."""
@@ -380,6 +418,7 @@ class ChannelServer:
         for channel in list(self._unproven):
             if (left_s := channel.since + GREETING_S - now) > 0:
                 return left_s
+            self.name_stranger(channel)
             self._lose(channel)
         return None
 
@@ -403,7 +442,7 @@ class ChannelServer:
         if self._most_unread is not None and channel.bytes_to_send > self._most_unread:
             self._lose(channel)
         else:
-            self._loop.watch_writing(channel, channel.bytes_to_send > 0)
+            self._loop.watch_writing(channel, channel.can_send_more)
 
     def forget(self, channel: Channel) -> None:
         """Close a channel; `on_lost` is not called."""
@@ -417,13 +456,20 @@ class ChannelServer:
         del self.channels[channel]
         self._unproven.pop(channel, None)
 
+    def name_stranger(self, channel: Channel, why: str = "it did not prove that it knows this run's secret") -> None:
+        """Say who was refused, and why; not of everyone, as there may be many."""
+        self._strangers += 1
+        if self._name and self._strangers <= _MOST_NAMED:
+            text = f"a connection from {channel.caller} to {self._name} was refused: {why}"
+            print(f"unisono: {text}", file=sys.stderr, flush=True)
+
     def _lose(self, channel: Channel) -> None:
         self.forget(channel)
         self._on_lost(channel)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError:  # no descriptors are left, or the caller has gone
@@ -433,9 +479,15 @@ class ChannelServer:
                 time.sleep(_NO_DESCRIPTORS_S)
             return
         sock.setblocking(False)
-        with contextlib.suppress(OSError):
+        try:
             keep_alive(sock)
-        channel = Channel(sock if self._wrap is None else self._wrap(sock), self._token, server=True)
+            if self.is_encrypted:
+                sock.send(_SEALED)
+                sock = self._wrap(sock)
+        except OSError:  # the caller has gone
+            sock.close()
+            return
+        channel = Channel(sock, self._token, server=True)
         self.channels[channel] = self._unproven[channel] = None
         self._loop.watch(channel, partial(self._read, channel))
         self.flush(channel)
@@ -446,8 +498,12 @@ class ChannelServer:
         try:
             channel.flush()
             frames = channel.receive()
-        except OSError:
+        except OSError as error:
             frames = None
+            if not channel.proven and not isinstance(
+                error, (ConnectionResetError, BrokenPipeError)
+            ):  # it has only left
+                self.name_stranger(channel)
         if frames is None:
             self._lose(channel)
             return

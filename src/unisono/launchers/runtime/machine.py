@@ -1,26 +1,19 @@
-"""What is known of this machine, without torch: cores and how long threads waited for one, memory, boot, addresses."""
+"""What is known of this machine, without torch: cores and how long threads waited for one, memory, boot."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import os
 import resource
-import socket
-import struct
-import sys
 import time
 from pathlib import Path
 
 __all__ = [
     "ProcessorWait",
-    "address_of_interface",
-    "address_towards",
     "available_bytes",
     "give_back_freed_memory",
     "host_bytes",
-    "interface_of_address",
     "read_boot_id",
     "read_namespaces",
     "read_start",
@@ -31,7 +24,6 @@ _MEMORY_LIMITS = (  # of the control group: limit and use, versions 2 and 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-_SIOCGIFADDR = 0x8915
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
 
@@ -131,45 +123,6 @@ def read_start(pid: int) -> int | None:
 def read_namespaces(*kinds: str) -> list[str]:
     """The namespaces of this process: "net", "pid" and so on."""
     return [os.readlink(f"/proc/self/ns/{kind}") for kind in kinds]
-
-
-# -- addresses ---------------------------------------------------------------------------------------------------------
-
-
-def address_towards(host: str) -> str:
-    """The address from which this host would speak to another; "" where there is no way. Nothing is sent.
-
-    IPv4, unless `host` is an IPv6 address.
-
-    >>> address_towards("127.0.0.1")
-    '127.0.0.1'
-    """
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface. Raises OSError where it has none."""
-    if sys.platform != "linux":
-        raise OSError("addresses of interfaces are known on Linux only")
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-    return socket.inet_ntoa(answer[20:24])
-
-
-def interface_of_address(address: str) -> str:
-    """The network interface that has this IPv4 address, "" where it cannot be found."""
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):
-            if address_of_interface(name) == address:
-                return name
-    return ""
 
 
 # -- waiting for a core -----------------------------------------------------------------------------------------------

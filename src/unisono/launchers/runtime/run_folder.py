@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -28,12 +29,15 @@ __all__ = [
     "FOLDER",
     "FOLDER_ID",
     "FORMAT",
+    "NOISE",
     "PLACE",
+    "SIGNAL",
     "SUMMED",
     "WRITE_S",
     "NoSuchRun",
     "RunFolder",
     "append",
+    "divide_noise",
     "find_boot",
     "find_run",
     "find_runs_folder",
@@ -55,6 +59,7 @@ SUMMED = (
     *("wall", "compute", "communication", "waiting", "data", "hidden"),
     *("bytes_sent", "collectives", "compression"),
 )
+NOISE, SIGNAL = "gradient_noise", "gradient_signal"  # metrics whose quotient is the gradient noise scale
 MOST_RUNS, MOST_BYTES = 50, 1 << 30  # the oldest that have ended are removed beyond that
 WRITE_S = 0.5  # a worker writes so often,
 WRITES_A_RUN = 40_000  # later more rarely: after 1/40,000 of the time so far, if that is longer,
@@ -395,3 +400,12 @@ def _exists(pid: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def divide_noise(noise: float, signal: float) -> float | None:
+    """The gradient noise scale, in global batches; None: not measured, or the signal is lost in the noise.
+
+    >>> divide_noise(6.0, 2.0), divide_noise(6.0, -0.1), divide_noise(-0.5, 2.0)
+    (3.0, None, 0.0)
+    """
+    return max(0.0, noise) / signal if signal > 0 and math.isfinite(noise) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from unisono.launchers.runtime import status
+from unisono.launchers.runtime.spot_notice import follow_notice
 
 __all__ = ["PREEMPTED", "has_agreed", "note_agreement", "noting", "told", "watch"]
 
@@ -22,12 +24,13 @@ _owner = 0  # the process that notes SIGTERM
 _before: Any = signal.SIG_DFL  # what it did before
 _told_at: float | None = None
 _agreed = False
+_follows_notice = False  # a cloud's word counts like SIGTERM
 
 
 def watch() -> bool:
     """Note SIGTERM from now on; the launcher, if there is one, is told. False where it is noted already, or cannot be:
     in a thread beside the main one, or where the program ignores the signal."""
-    global _owner, _before
+    global _owner, _before, _follows_notice
     if _owner == os.getpid() or threading.current_thread() is not threading.main_thread():
         return False
     before = signal.getsignal(signal.SIGTERM)
@@ -38,6 +41,9 @@ def watch() -> bool:
     if before is signal.SIG_DFL:
         signal.siginterrupt(signal.SIGTERM, False)  # native code need not know of the signal
     _tell_launcher(wanted=True)
+    if not _follows_notice:
+        _follows_notice = True
+        follow_notice(_take_notice)
     return True
 
 
@@ -83,6 +89,13 @@ def _note(signum: int, frame: FrameType | None) -> None:
     _told_at = now if _told_at is None else _told_at
     if callable(_before):
         _before(signum, frame)
+
+
+def _take_notice() -> None:
+    global _told_at
+    if _told_at is None:
+        _told_at = time.monotonic()
+        print("unisono: the cloud will take this machine away; saving and leaving", file=sys.stderr, flush=True)
 
 
 def _tell_launcher(*, wanted: bool) -> None:

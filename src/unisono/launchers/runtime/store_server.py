@@ -133,7 +133,7 @@ class _Client:
 class StoreServer:
     """Serves from `start` to `close`; connections made before `start` are served then."""
 
-    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, *, is_encrypted: bool = False) -> None:
         self.listener = listener
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._values: dict[bytes, bytes] = {}
@@ -143,7 +143,14 @@ class StoreServer:
         self._clients: dict[Channel, _Client] = {}
         self._loop = EventLoop()
         self._server = ChannelServer(
-            self._loop, listener, secret, self._on_frames, self._on_lost, most_unread=_MOST_UNREAD
+            self._loop,
+            listener,
+            secret,
+            self._on_frames,
+            self._on_lost,
+            most_unread=_MOST_UNREAD,
+            is_encrypted=is_encrypted,
+            name="the store of this run",
         )
         self._is_closing = False
         self._thread = threading.Thread(target=self._serve, name="unisono-store", daemon=True)

@@ -18,6 +18,7 @@ __all__ = [
     "may_share_memory",
     "name_observer",
     "read_attempt",
+    "read_encrypt",
     "read_host",
     "read_observer_module",
     "read_observer_settings",
@@ -33,19 +34,21 @@ FOR_USERS = {
     "UNISONO_DEBUGGER": "0: no debugger. In a worker: the addresses of the launcher's debugger hub",
     "UNISONO_DEBUG_WAIT_S": "how long stopped workers wait for a prompt if there is no terminal",
     "UNISONO_DISK": "folder for the scratch files of zero(optimizer_on='disk')",
-    "UNISONO_ENCRYPT": "1: encrypt what ranks of several hosts send to each other; default: if an address is public",
+    "UNISONO_ENCRYPT": "1: encrypt all that hosts send to each other; 0: nothing; default: docs/networks.md",
     "UNISONO_FAULTS": "fault script of every run that is started with it",
     "UNISONO_HOST": "name of this host; default: the system's",
     "UNISONO_HUGE_PAGES": "0: ask for no huge pages",
+    "UNISONO_INTERFACE": "network interfaces of the ranks: a name, an address, a network, or several with commas",
     "UNISONO_LEDGER": "file for the trace of a program that uses the backend of torch.distributed",
     "UNISONO_LOG": "where metrics are handed on to: tensorboard, wandb, ...",
     "UNISONO_METHODS": "folders of the user's own methods, separated by colons",
     "UNISONO_NET": "link of an emulated host, such as 100mbit,20ms",
     "UNISONO_PEER_MEMORY": "0: never read the private memory of other workers",
-    "UNISONO_PORTS": "ports at which a rank may listen for the others, such as 40000-40100; default: any",
+    "UNISONO_PORTS": "ports at which ranks and launchers may listen for other hosts, such as 40000-40100; default: any",
     "UNISONO_RUNS": "folder in which runs are recorded; off: record none",
     "UNISONO_SECRET": "secret of the run, which its store asks for",
     "UNISONO_SHARED_MEMORY": "0: workers of one host exchange messages instead of sharing memory",
+    "UNISONO_SPOT": "aws or gcp: save and leave when the cloud says that it takes this machine away",
     "UNISONO_STRATEGY": "spec that overrides the strategy given to un.parallel",
     "UNISONO_TIMEOUT_S": "how long a rank waits for another one; 1800 by default",
     "UNISONO_TRACEBACK": "full: show this package's own frames in errors",
@@ -67,7 +70,7 @@ INTERNAL = {
     "UNISONO_PAGE": "live page: token, address, descriptor and parent, in JSON",
     "UNISONO_PARTS": "engines with tables: file that lists this worker's rows",
     "UNISONO_PAYLOAD_FD": "un.launch: descriptor of the function to run",
-    "UNISONO_PDB": "1: stop in the debugger where a worker raises",
+    "UNISONO_PDB": "1: stop in the debugger where a worker raises; debugpy:PORT: wait for an editor's, at PORT + rank",
     "UNISONO_PLACE": "elastic runs: number of this worker among all, which stays when ranks change",
     "UNISONO_REPORT_FD": "launcher: pipe for short lines to it",
     "UNISONO_RESULTS_FD": "elastic runs: file with results for workers that join later",
@@ -104,6 +107,14 @@ def are_checks_on() -> bool:
 def may_share_memory() -> bool:
     """Whether the workers of one host may exchange tensors in memory that they share."""
     return os.environ.get("UNISONO_SHARED_MEMORY", "1") != "0"
+
+
+def read_encrypt() -> bool | None:
+    """Whether the user asks for encryption, or for none; None if neither."""
+    text = os.environ.get("UNISONO_ENCRYPT", "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"UNISONO_ENCRYPT is 1 or 0, got {text!r}")
+    return text == "1" if text else None
 
 
 def read_attempt() -> str:

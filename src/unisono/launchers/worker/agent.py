@@ -30,11 +30,12 @@ from unisono.launchers import guard
 from unisono.launchers.engines.engine import AGENT, UNREACHED
 from unisono.launchers.meeting import open_page, store_variables
 from unisono.launchers.processes import Command, Process, open_starter, threads_per_worker, worker_environment
+from unisono.launchers.runtime.addresses import INTERFACE, find_own_addresses, interface_of_address
 from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.launch_env import Place, read_place
 from unisono.launchers.runtime.local_channel import EventLoop
-from unisono.launchers.runtime.machine import interface_of_address, read_boot_id, read_namespaces
+from unisono.launchers.runtime.machine import read_boot_id, read_namespaces
 from unisono.launchers.runtime.run_folder import FOLDER, FOLDER_ID
 from unisono.launchers.runtime.stacks import VARIABLE as STACKS
 from unisono.launchers.runtime.stacks import StackFiles
@@ -68,6 +69,7 @@ class Agent(ABC):
         self._status: int | None = None  # of the worker, as subprocess counts it
         self._leave: int | None = None  # the exit status that the launcher wants of this agent
         self._lost = self._terminated = False
+        self._more_greeting: dict[str, Any] = {}  # that the launcher is told
 
     @abstractmethod
     def serve(self) -> int:
@@ -90,6 +92,7 @@ class Agent(ABC):
             identity=identity(),
             page=os.fstat(self._meeting_page).st_ino if self._meeting_page >= 0 else None,
             pid=os.getpid(),
+            **self._more_greeting,
         )
         self._loop.watch(self.channel, self._on_launcher)
 
@@ -172,10 +175,20 @@ class Agent(ABC):
                     f"unisono: the folder {start['folder']}, where the run was started, cannot be used on host "
                     f"{socket.gethostname()} ({error.strerror}): the program must lie in the same place on every host"
                 ) from None
-        mine = self.channel.sock.getsockname()[0]
-        interface = interface_of_address(mine)
+        self._name_interface()
+
+    def _name_interface(self) -> None:
+        """Tell torch's gloo and NCCL which interface is used: a host's own name often means the loopback device."""
+        if asked := os.environ.get(INTERFACE, ""):
+            try:
+                found = [cards[0].interface for cards in find_own_addresses(asked)]
+            except OSError as error:
+                raise SystemExit(f"unisono: {error.strerror}") from None
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = ",".join(dict.fromkeys(found))
+            return
+        interface = interface_of_address(self.channel.sock.getsockname()[0])
         if "GLOO_SOCKET_IFNAME" not in os.environ and interface not in ("", "lo"):
-            os.environ["GLOO_SOCKET_IFNAME"] = interface  # a host's own name often means the loopback device
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
     def _environment(self, start: dict[str, Any]) -> dict[str, str]:
         per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")

@@ -24,6 +24,7 @@ from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.engines.engine import UNREACHED
+from unisono.launchers.joining import read_versions
 from unisono.launchers.runtime import membership
 from unisono.launchers.runtime.channel import Channel, Frame, Unreachable, connect
 from unisono.launchers.runtime.files import anonymous_file
@@ -45,6 +46,7 @@ class ElasticAgent(Agent):
 
     def __init__(self, channel: Channel, place: Place, told: Mapping[str, Any]) -> None:
         super().__init__(channel, place, told)
+        self._more_greeting = {"versions": read_versions(), "joined": told.get("joined", False)}
         self._page = StatusPage.create(place.size)
         self._heartbeat_s = float(told["heartbeat_s"])
         self._token = bytes.fromhex(told["token"])

@@ -76,6 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # so that lines show as they are printed, also in a pipe or a file
             stream.reconfigure(line_buffering=True)
+    _await_editor()
     return _run_guarded(_program(arguments), reports)
 
 
@@ -134,6 +135,17 @@ def _replace_breakpoints() -> None:
 
     if "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = stop
+
+
+def _await_editor() -> None:
+    """With `unisono run --debugpy`: listen at this rank's port until an editor's debugger is attached."""
+    kind, _, port = os.environ.get("UNISONO_PDB", "").partition(":")
+    if kind == "debugpy":
+        debugpy = importlib.import_module("debugpy")
+        debugpy.listen(("127.0.0.1", int(port) + int(os.environ.get("RANK", "0"))))
+        debugpy.wait_for_client()
+        os.environ.pop("PYTHONBREAKPOINT", None)
+        sys.breakpointhook = debugpy.breakpoint  # the editor's, not our prompt
 
 
 # -- 2. as if Python had started it ----------------------------------------------------------------------------------

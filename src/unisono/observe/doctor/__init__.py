@@ -42,6 +42,7 @@ def list_checks(hosts: network.Hosts | None = None) -> list[Check]:
         (transports.SECTION, "transports", transports.check_transports),
         (network.SECTION, "sockets", network.check_sockets),
         (network.SECTION, "interface", network.check_interface),
+        (network.SECTION, "reach", network.check_reach),
     ]
     if hosts is not None:
         checks.append((network.SECTION, "hosts", lambda: network.check_hosts(hosts)))

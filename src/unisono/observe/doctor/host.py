@@ -48,7 +48,7 @@ _NETWORK_FILES = ("nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "glu
 _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 _PROGRAMS = {"mpi": "mpirun", "slurm": "srun", "ssh": "ssh"}
 _PACKAGES = {"torchrun": "torch", "ray": "ray", "spark": "pyspark"}
-PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest with which the tests run
+PYTHONS = ((3, 10), (3, 14))  # the oldest and the newest with which the tests run
 TORCHES = ((2, 11), (2, 13))
 _DEVELOPERS = ("dev", "docs", "all")  # extras that are made of others, or of tools
 _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;.*extra\s*==\s*['\"]([^'\"]+)['\"])?")

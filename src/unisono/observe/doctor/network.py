@@ -16,7 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from unisono.launchers.engines.engine import split_host
-from unisono.launchers.runtime.machine import address_towards, interface_of_address
+from unisono.launchers.runtime.addresses import (
+    INTERFACE,
+    PORTS,
+    address_towards,
+    find_own_addresses,
+    interface_of_address,
+    is_public,
+    read_ports,
+)
 from unisono.launchers.runtime.run_folder import find_version as find_own_version
 from unisono.observe.doctor.findings import Finding, judge
 from unisono.observe.doctor.host import find_version
@@ -27,7 +35,9 @@ __all__ = [
     "Visit",
     "check_hosts",
     "check_interface",
+    "check_reach",
     "check_sockets",
+    "judge_encryption",
     "judge_links",
     "judge_visits",
     "measure_links",
@@ -35,6 +45,7 @@ __all__ = [
 ]
 
 SECTION = "network"
+Answer = dict[str, Any]
 _ELSEWHERE = "192.0.2.1"  # an address of documentation: the way out of this host; nothing is sent
 _PINGS = 7
 _VISIT_S = 20.0
@@ -111,6 +122,8 @@ def check_interface(
     """The interface over which messages to other hosts would go."""
     address = address_towards(_ELSEWHERE) if address is None else address
     known = [name for _, name in socket.if_nameindex()] if interfaces is None else interfaces
+    if named := env.get(INTERFACE, ""):
+        return [_check_named(named)]
     asked = env.get("GLOO_SOCKET_IFNAME", "")
     if asked and not set(asked.split(",")) <= set(known):
         advice = f"there are {', '.join(known)}: set it to one of them, or unset it"
@@ -135,6 +148,39 @@ def check_interface(
         )
         return [Finding(SECTION, "interface", "ok", text, advice, values)]
     return [Finding(SECTION, "interface", "ok", text, values=values)]
+
+
+def _check_named(named: str) -> Finding:
+    """The interfaces that UNISONO_INTERFACE names."""
+    try:
+        cards = find_own_addresses(named)
+    except OSError as error:
+        advice = "name an interface, an address or a network of this host, or unset it; on other hosts it may be right"
+        return Finding(SECTION, "interface", "bad", str(error.strerror), advice)
+    found = [f"{card[0].interface} ({', '.join(map(str, card))})" for card in cards]
+    return Finding(SECTION, "interface", "ok", f"{', '.join(found)}, as {INTERFACE} says", values={"interface": named})
+
+
+def check_reach(env: Mapping[str, str] = os.environ, address: str | None = None) -> list[Finding]:
+    """What other hosts need in order to reach this one: a NAT or a firewall may stand between."""
+    ports = env.get(PORTS, "")
+    try:
+        count = len(read_ports(ports))
+    except ValueError as error:
+        return [Finding(SECTION, "reach", "bad", str(error), "a run here ends with this error")]
+    address = address_towards(_ELSEWHERE) if address is None else address
+    where = f"ports {ports}" if ports else f"any port above 1024 ({PORTS}=40000-40100 narrows that)"
+    text = f"each host connects to each other one, both ways, at {where}"
+    if not address:
+        return [Finding(SECTION, "reach", "ok", f"there is no way to other hosts; between hosts, {text}")]
+    if ports and count < 4:
+        advice = f"{count} ports: each rank of a host needs one, and a launcher three more; name a wider range"
+        return [Finding(SECTION, "reach", "warn", text, advice, {"ports": ports})]
+    advice = (
+        "a host behind a NAT cannot be connected to, nor one whose firewall is open one way only: join them by a VPN"
+    )
+    kind = "public: all is encrypted there" if is_public(address) else "private"
+    return [Finding(SECTION, "reach", "ok", f"{address} is {kind}; {text}", advice, {"ports": ports})]
 
 
 # Other hosts ----------------------------------------------------------------------------------------------------------
@@ -236,24 +282,41 @@ def _measure_between(hosts: Hosts) -> list[Finding]:
     except (EngineError, WorkerError, TimeoutError) as error:
         advice = "workers start there and do not reach each other, or this host: look for firewalls, and at `ip route`"
         return [Finding(SECTION, "between hosts", "bad", f"one worker on each: {error}", advice)]
-    return judge_links(answers[0], names)
+    return [*judge_links(answers[0]["links"], names), *judge_encryption(answers[0]["encryption"])]
 
 
-def measure_links() -> list[dict[str, Any]]:
-    """Run by a worker on each host: the probe of each link that `unisono plan` uses."""
+def measure_links() -> Answer:
+    """Run by a worker on each host: the probe of each link that `unisono plan` uses, and of encryption."""
     from unisono.world import join
+    from unisono.world.probe import measure_encryption
     from unisono.world.probe import measure_links as probe
 
     world = join("cpu")
     order = {host: rank for rank, host in enumerate(world.hosts)}
     channel = world.channel()
     try:
-        found = probe(channel)
+        found, encryption = probe(channel), measure_encryption(channel)
     finally:
         channel.close()
-    return [
+    links = [
         {"between": [order[one.first], order[one.second]], "latency_s": one.latency_s, "bits_per_s": one.bits_per_s}
         for one in found
+    ]
+    return {"links": links, "encryption": None if encryption is None else vars(encryption)}
+
+
+def judge_encryption(cost: Mapping[str, Any] | None) -> list[Finding]:
+    """Whether tensors between these hosts are encrypted, and what that costs."""
+    if cost is None:
+        return []
+    plain, sealed = cost["plain_bits_per_s"], cost["encrypted_bits_per_s"]
+    more = f"{show_rate(sealed)} encrypted, {show_rate(plain)} plain between the first two hosts"
+    if cost["is_on"]:
+        text = f"on: {more}"
+        advice = "" if sealed > plain / 2 else "on a network that is yours alone, --no-encrypt makes messages faster"
+        return [Finding(SECTION, "encryption", "ok", text, advice, dict(cost))]
+    return [
+        Finding(SECTION, "encryption", "ok", f"off, as the hosts are on one private network: {more}", "", dict(cost))
     ]
 
 

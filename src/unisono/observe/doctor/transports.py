@@ -62,6 +62,7 @@ def try_transports() -> Answer:
     answer["reads_peers"] = world.transport.reads_peers
     answer["shared memory"] = _try(lambda: _measure(world.transport, "cpu"))
     answer["messages between hosts"] = _try(lambda: _measure(_connect_sockets(world.transport), "cpu"))
+    answer["encrypted messages"] = _try(lambda: _measure(_connect_sockets(world.transport, is_encrypted=True), "cpu"))
     answer["backend"] = {"registered": "unisono" in torch.distributed.Backend.backend_list}
     gpus = [len(each) for each in world.gather_objects(answer["gpus"])]
     if min(gpus) > 0:
@@ -112,14 +113,15 @@ def _open_store(transport: Transport) -> Any:
     )
 
 
-def _connect_sockets(transport: Transport | None) -> Transport:
+def _connect_sockets(transport: Transport | None, *, is_encrypted: bool = False) -> Transport:
     from torch.distributed import PrefixStore
 
     from unisono.world.transports.sockets import SocketTransport
 
     assert transport is not None
     store = PrefixStore("doctor", _open_store(transport))
-    return SocketTransport(store, transport.rank, transport.size, timeout_s=_SOCKETS_S)
+    found = SocketTransport(store, transport.rank, transport.size, timeout_s=_SOCKETS_S)
+    return found.connect_again(is_encrypted=True) if is_encrypted else found
 
 
 def _try_nccl(transport: Transport | None, *, alone: bool) -> Answer:
@@ -150,6 +152,13 @@ def judge_answers(answers: Sequence[Answer], yama: Path = _YAMA, devices: Path =
             "messages between hosts",
             "hosts talk by it: look whether a firewall closes ports above 1024, and whether GLOO_SOCKET_IFNAME names "
             "an interface of this host; on one host runs do without",
+            fatal=False,
+        ),
+        _judge(
+            answers,
+            "encrypted messages",
+            "between hosts on different networks, or at public addresses, all is encrypted: where that does not work, "
+            "join them by a VPN, and give runs --no-encrypt",
             fatal=False,
         ),
         _judge_backend(answers),

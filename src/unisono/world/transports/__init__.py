@@ -79,15 +79,21 @@ class Transport(ABC):
     name = "transport"
     rank: int
     size: int
+    takes_parts = False  # an all-reduce of several large tensors works on them where they are, one after the other
     reads_peers = False  # reductions of large private tensors read them where they are, not in memory of `empty`
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
     signature: CallSignature | None = None  # what it is, and where it was called
     timeout_s = float("inf")  # that a rank waits for another
     paused_s = 0.0  # that connections of this rank were broken, before they were made again
+    is_encrypted = False  # nobody else can read what ranks of several hosts send to each other
 
     def begin(self, sequence: int, signature: CallSignature | None) -> None:
         """Take the number and the signature of the collective that follows."""
         self.sequence, self.signature = sequence, signature
+
+    def connect_again(self, *, is_encrypted: bool) -> Transport | None:
+        """The same ranks over further connections between hosts, encrypted or not; None if there are none to make."""
+        return None
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
@@ -99,7 +105,7 @@ class Transport(ABC):
 
     def reduce_scatter_parts(self, parts: Sequence[Tensor], counts: Sequence[int], op: Op, out: Tensor) -> float:
         """Reduce-scatter the concatenation of `parts`."""
-        return self.reduce_scatter(torch.cat(list(parts)), counts, op, out)
+        return self.reduce_scatter(parts[0] if len(parts) == 1 else torch.cat(list(parts)), counts, op, out)
 
     @abstractmethod
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:

@@ -35,6 +35,11 @@ def is_of_process(store: Store) -> bool:
     return type(_find_inner(store)).__name__ == "HashStore"
 
 
+def is_open(store: Store) -> bool:
+    """Whether a store is one of torch's own, which anybody on the network can read and write."""
+    return type(_find_inner(store)).__name__ == "TCPStore"
+
+
 def _find_inner(store: Store) -> Any:
     """The store behind its prefixes."""
     inner: Any = store
@@ -68,7 +73,13 @@ def limit_silence_of(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, whole // 3))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, whole // 3))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, whole * 1000)  # also while something is unanswered
+    limit_unanswered(sock, whole)  # also while something is unanswered
+
+
+def limit_unanswered(sock: socket.socket, seconds: float) -> None:
+    """Have a connection fail if bytes that were sent are not answered for so long; the kernel would try for longer."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
 def has_ended(store: Store) -> bool:

@@ -21,39 +21,51 @@ from typing import cast
 
 from unisono.launchers.runtime.channel import Channel, ChannelServer, Frame, NotProven, connect_once
 from unisono.launchers.runtime.local_channel import EventLoop
+from unisono.world.transports.connections import limit_unanswered
+from unisono.world.transports.sealing import can_seal, draw_key, seal
 from unisono.world.transports.streams import InStream, LinkLost, Wire
 
-__all__ = ["VERSION", "Door", "Peer", "Wrap"]
+__all__ = ["VERSION", "Card", "Door", "Peer"]
 
-VERSION = 1  # of what is said at the door, and of all that follows
+VERSION = 2  # of what is said at the door, and of all that follows
 _ATTEMPT_S = 3.0  # to connect and prove both ends
 _SAID_AFTER_S = 5.0  # of attempts that failed
+_UNANSWERED_S = 20.0  # that bytes are on their way until another card is tried
 _DYING_S = 0.5  # that a door is closed until its process counts as gone
 _REFUSALS = 3  # after which another secret, or another service, is taken for certain
-_MOST_NAMED = 5  # strangers that are told of
 _MOST_EARLY = 65_536  # connections for groups that this rank has yet to come to
 
-Wrap = Callable[[socket.socket], socket.socket]
 Find = Callable[[int, str], InStream]
+Card = list[tuple[str, int]]  # of a network card: the addresses at which a rank is reached by it, the likeliest first
 
 
 class Door:
     """Accepts connections for the groups of one world, in a thread that ends with the last of them.
 
-    listener: a socket that listens. secret: what callers have to know. wrap: encryption, for the connections accepted.
+    listeners: sockets that listen. secret: what callers have to know. is_encrypted: whether nobody else can read the
+    connections.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, *, rank: int, wrap: Wrap | None = None) -> None:
-        self._rank, self._secret = rank, secret
-        self.port = int(listener.getsockname()[1])
+    def __init__(
+        self, listeners: Sequence[socket.socket], secret: bytes, *, rank: int, is_encrypted: bool = False
+    ) -> None:
+        self._rank, self._secret, self.is_encrypted = rank, secret, is_encrypted
+        self.ports = [int(listener.getsockname()[1]) for listener in listeners]
         self._lock = threading.Lock()
         self._groups: dict[str, Find] = {}
         self._left: set[str] = set()
         self._early: dict[str, list[tuple[int, str, Wire]]] = {}
-        self._strangers = 0
         self._ended = False
         self._loop = EventLoop()
-        self._server = ChannelServer(self._loop, listener, secret, self._read, self._lose, wrap=wrap)
+        self._server = ChannelServer(
+            self._loop,
+            listeners,
+            secret,
+            self._read,
+            lambda _: None,
+            is_encrypted=is_encrypted,
+            name=f"the data port of rank {rank}",
+        )
         self._thread = threading.Thread(target=self._serve, name="unisono door", daemon=True)
         self._thread.start()
 
@@ -108,14 +120,15 @@ class Door:
             return
         with self._lock:
             find, is_left = self._groups.get(group), group in self._left
-        self._server.send(channel, gone=is_left)
+        is_sealed = can_seal(channel.sock, asked.get("key"))
+        self._server.send(channel, gone=is_left, sealed=is_sealed)
         if channel not in self._server.channels:
             return
         if is_left or not lane:  # the question was whether this rank is still there
             self._server.forget(channel)
             return
         self._server.release(channel)
-        wire = cast(Wire, channel.sock)
+        wire = cast(Wire, seal(channel.sock, asked["key"], connected=False) if is_sealed else channel.sock)
         with self._lock:
             find = self._groups.get(group)
             if find is None:
@@ -133,28 +146,16 @@ class Door:
     def _refuse(self, channel: Channel, why: str) -> None:
         self._server.send(channel, refused=why[:500])
         self._server.forget(channel)
-        self._name_stranger(channel, why)
-
-    def _lose(self, channel: Channel) -> None:
-        """A connection has ended: a stranger's, as those that are proven are handed over in one go."""
-        if not channel.proven:
-            self._name_stranger(channel, "it did not prove that it knows this run's secret")
-
-    def _name_stranger(self, channel: Channel, why: str) -> None:
-        self._strangers += 1
-        if self._strangers <= _MOST_NAMED:
-            text = f"a connection from {channel.caller} to the data port of rank {self._rank} was refused: {why}"
-            print(f"unisono: {text}", file=sys.stderr, flush=True)
+        self._server.name_stranger(channel, why)
 
 
 class Peer:
     """Another rank, as its door is reached from here."""
 
-    def __init__(
-        self, rank: int, me: int, addresses: Sequence[tuple[str, int]], secret: bytes, *, wrap: Wrap | None = None
-    ) -> None:
-        self.rank, self._me, self._secret, self._wrap = rank, me, secret, wrap
-        self._addresses = list(addresses)
+    def __init__(self, rank: int, me: int, cards: Sequence[Card], secret: bytes) -> None:
+        """`cards`: its network cards; lanes are spread over them."""
+        self.rank, self._me, self._secret = rank, me, secret
+        self._cards = [list(card) for card in cards]
         self._refused_since: float | None = None
         self._not_proven = 0
         self._failing_since = 0.0
@@ -166,16 +167,16 @@ class Peer:
         Without a `lane` only whether the rank is still there is asked, and None returned.
         """
         problems: list[OSError] = []
-        for place, (host, port) in enumerate(self._addresses):
+        for card, (host, port) in self._order(lane):
             try:
-                channel = connect_once(host, port, self._secret, timeout_s=timeout_s, wrap=self._wrap)
+                channel = connect_once(host, port, self._secret, timeout_s=timeout_s)
                 is_open = self._introduce(channel, group, lane, timeout_s)
             except LinkLost:
                 raise
             except OSError as error:
                 problems.append(error)
                 continue
-            self._addresses.insert(0, self._addresses.pop(place))  # what works is tried first
+            card.insert(0, card.pop(card.index((host, port))))  # what works is tried first
             self._refused_since, self._failing_since = None, 0.0
             return (cast(Wire, channel.sock), channel.take_rest()) if is_open else None
         self._judge(problems)
@@ -187,14 +188,21 @@ class Peer:
 
     def describe(self) -> str:
         """Where it is reached: "10.0.0.2:40123"."""
-        return " or ".join(f"{host}:{port}" for host, port in self._addresses)
+        return " or ".join(f"{host}:{port}" for card in self._cards for host, port in card)
+
+    def _order(self, lane: str) -> list[tuple[Card, tuple[str, int]]]:
+        """All addresses, in the order in which a lane tries them: "ring1" begins with the second card."""
+        number = int(lane[len(lane.rstrip("0123456789")) :] or 0) % len(self._cards)
+        cards = self._cards[number:] + self._cards[:number]
+        return [(card, address) for card in cards for address in card]
 
     def _introduce(self, channel: Channel, group: str, lane: str, timeout_s: float) -> bool:
         """Say what the connection is for; whether it stays open."""
         sock = channel.sock
         try:
             sock.settimeout(timeout_s)
-            channel.send_json(version=VERSION, group=group, rank=self._me, to=self.rank, lane=lane)
+            key = draw_key(sock) if lane else ""
+            channel.send_json(version=VERSION, group=group, rank=self._me, to=self.rank, lane=lane, key=key)
             frames: list[Frame] | None = []
             while not frames:
                 frames = channel.receive()
@@ -207,6 +215,10 @@ class Peer:
                 raise LinkLost(f"rank {self.rank} has left")
             if lane:
                 sock.setblocking(False)
+                if len(self._cards) > 1:  # else nothing is gained, and a rank that is only late would count as cut off
+                    limit_unanswered(sock, _UNANSWERED_S)
+                if answer.get("sealed") is True:
+                    channel.sock = seal(sock, key, connected=True)
                 return True
         except BaseException:
             sock.close()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unisono.world.transports.streams import COPIED, InStream, OutStream, Patience, poll
 
-__all__ = ["Flow", "Helpers", "Piece", "as_bytes"]
+__all__ = ["Copy", "Flow", "Helpers", "Piece", "as_bytes"]
 
 
 class Piece(NamedTuple):
@@ -49,7 +49,7 @@ class Flow:
         self._received = 0
         self._later: deque[Piece] = deque()  # to be sent on
         self._under_way: deque[int] = deque()  # where the bytes end that are sent from memory used again
-        self._spare = spare
+        self._spare = spare  # if there is any, the previous rank waits for memory too, and is told of each piece
         self._next_piece()
 
     def begin(self) -> None:
@@ -64,11 +64,13 @@ class Flow:
             moved = self._send() if out is not None else False
             if self._piece is not None:
                 moved |= self._receive()
-            is_sent = out is None or (self._first is None and not self._later and out.settled)
+            is_sent = out is None or (self._first is None and not self._later and self._has_settled(out))
             if is_sent and self._piece is None:
                 return
             if moved:
                 patience.moved()
+                continue
+            if patience.is_fresh():
                 continue
             patience.look()
             waits = []
@@ -88,7 +90,12 @@ class Flow:
                 self._send_on(out)
             else:
                 out.push(view)
-        return out.pump() if not out.settled or self._under_way else False
+        return out.pump() if not self._has_settled(out) or self._under_way else False
+
+    def _has_settled(self, out: OutStream) -> bool:
+        """Whether the other end has what it has to have before this ends: all of it if it tells of each piece. A rank
+        that left before it is told would answer with a reset, which may overtake what is still on its way."""
+        return out.settled and (not self._spare or out.acked == out.queued)
 
     def _send_on(self, out: OutStream) -> None:
         """Queue what was received and goes on from here; only after all that this rank sends by itself."""
@@ -96,7 +103,7 @@ class Flow:
             piece = self._later.popleft()
             assert piece.forward is not None
             out.push(piece.forward)
-            if piece.reused:
+            if piece.reused and len(piece.forward) > COPIED:
                 self._under_way.append(out.queued)
 
     def _can_receive(self) -> bool:
@@ -120,6 +127,8 @@ class Flow:
         self._at += count
         self._received += count
         if self._at == len(piece.target):
+            if self._spare:
+                source.acknowledge()
             if piece.then is not None:
                 piece.then()
             if piece.forward is not None:
@@ -134,6 +143,20 @@ class Flow:
             self._pieces = None
             if self._received > COPIED:  # else nobody waits for that
                 self._in.acknowledge()
+
+
+class Copy:
+    """What a rank sends to itself: done in a thread as flows are."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self._source, self._target = source, target
+
+    def begin(self) -> None:
+        """Nothing leaves."""
+
+    def run(self, patience: Patience) -> None:
+        """Copy."""
+        self._target.copy_(self._source)
 
 
 class Helpers:

@@ -33,16 +33,18 @@ class Mailbox:
         self._waiting = 0
         self.rounds = 0  # how often this rank has waited for others
 
-    def send(self, to: int, key: Key, body: bytes) -> None:
-        """Send a message, or queue it: what cannot leave at once leaves with the next `take`."""
+    def send(self, to: Sequence[int], key: Key, *parts: bytes | memoryview) -> None:
+        """Send a message to these ranks, or queue it: what cannot leave at once leaves with the next `take`."""
+        message = b"".join((_HEAD.pack(sum(map(len, parts)), key[1], key[0]), *parts))
         with self._lock:
-            stream = self._outs.get(to)
-            if stream is None:
-                stream = self._outs[to] = self._open_out(to)
-            stream.push(_HEAD.pack(len(body), key[1], key[0]) + body)
-            stream.pump()
+            for r in to:
+                stream = self._outs.get(r)
+                if stream is None:
+                    stream = self._outs[r] = self._open_out(r)
+                stream.push(message)
+                stream.pump()
 
-    def take(self, sources: Sequence[int], key: Key, patience: Patience) -> list[bytes]:
+    def take(self, sources: Sequence[int], key: Key, patience: Patience) -> list[bytearray]:
         """The messages of these ranks under a key, once all are here, and all of mine have left."""
         with self._lock:
             self._waiting += 1
@@ -53,10 +55,11 @@ class Mailbox:
                     moved = self._pump(sources, key)
                     if self._is_done(sources, key):
                         return [self._ins[r].came.pop(key) for r in sources]
+                    if moved:
+                        patience.moved()
+                    if moved or patience.is_fresh():
+                        continue
                     waits = self._list_waits(sources, key)
-                if moved:
-                    patience.moved()
-                    continue
                 patience.look()
                 if self._waiting > 1:
                     poll(waits, _SHARED_S)
@@ -86,9 +89,10 @@ class Mailbox:
         return moved
 
     def _is_done(self, sources: Sequence[int], key: Key) -> bool:
-        return all(key in self._ins[r].came for r in sources) and all(
-            out.sent == out.queued for out in self._outs.values()
-        )
+        for r in sources:  # no generators here: they are slower, and every message passes
+            if key not in self._ins[r].came:
+                return False
+        return all([out.sent == out.queued for out in self._outs.values()])  # noqa: C419 - likewise
 
     def _list_waits(self, sources: Sequence[int], key: Key) -> list[tuple[int, int]]:
         waits = [self._ins[r].stream.wait_for() for r in sources if key not in self._ins[r].came]
@@ -100,27 +104,41 @@ class _Reader:
 
     def __init__(self, stream: InStream) -> None:
         self.stream = stream
-        self.came: dict[Key, bytes] = {}
+        self.came: dict[Key, bytearray] = {}
         self._room = memoryview(bytearray(_ROOM))
-        self._rest = bytearray()
+        self._rest = b""  # of a message whose head is not here yet
+        self._key: Key = (0, 0)
+        self._body = bytearray()  # of a message that comes in parts
+        self._missing = 0
 
     def pump(self) -> bool:
+        """Read what has come, up to some length; whether there was something. The rest of a long message is read to
+        where it is kept."""
+        if self._missing:
+            count = self.stream.recv_into(memoryview(self._body)[-self._missing :])
+            self._missing -= count
+            if not self._missing:
+                self.came[self._key] = self._body
+            return count > 0
         count = self.stream.recv_into(self._room)
-        if not count:
-            return False
-        self._rest += self._room[:count]
+        data = self._room[:count] if not self._rest else memoryview(self._rest + bytes(self._room[:count]))
         at = 0
-        while len(self._rest) - at >= _HEAD.size:
-            length, part, number = _HEAD.unpack_from(self._rest, at)
-            if length > _MOST_BYTES:
-                raise LinkLost(
-                    f"a message of {length} bytes was announced, of which no rank sends more than {_MOST_BYTES}"
-                )
-            end = at + _HEAD.size + length
-            if len(self._rest) < end:
-                break
-            self.came[number, part] = bytes(self._rest[at + _HEAD.size : end])
-            at = end
-        if at:
-            del self._rest[:at]
-        return True
+        while len(data) - at >= _HEAD.size and not self._missing:
+            at = self._open(data, at)
+        self._rest = bytes(data[at:])
+        return count > 0
+
+    def _open(self, data: memoryview, at: int) -> int:
+        """Take the message that begins at a place; where it ends, or what is here of it."""
+        length, part, number = _HEAD.unpack_from(data, at)
+        if length > _MOST_BYTES:
+            raise LinkLost(f"a message of {length} bytes was announced, of which no rank sends more than {_MOST_BYTES}")
+        at += _HEAD.size
+        body, self._key = bytearray(data[at : at + length]), (number, part)
+        here = len(body)
+        if here == length:
+            self.came[self._key] = body
+        else:
+            body.extend(bytes(length - here))
+            self._body, self._missing = body, length - here
+        return at + here

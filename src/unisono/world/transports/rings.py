@@ -11,14 +11,18 @@ from torch import Tensor
 
 from unisono.world.transports import Op
 from unisono.world.transports.arithmetic import STEPS, count_bytes, cut_tiles
-from unisono.world.transports.flows import Flow, Piece, as_bytes
+from unisono.world.transports.flows import Copy, Flow, Piece, as_bytes
 from unisono.world.transports.socket_links import Links
 
 __all__ = ["IN_RINGS", "PIECE", "Rings", "cut_evenly"]
 
-PIECE = 512 << 10  # bytes that are received, worked on and sent on at a time
-_LANE_BYTES = 2 << 20  # that each connection of an operation moves at least
-_MORE = 5  # pieces of a reduce-scatter that may be under way, besides one chunk's
+PIECE = 512 << 10  # bytes of a chain that are received and passed on at a time: the last rank waits for the first piece
+# Of a ring: each piece costs some 50 us of Python, in which no other lane of this process can run.
+_LEAST_PIECE, _MOST_PIECE = 512 << 10, 2 << 20
+_PIECES = 2  # of a chunk: one is sent while the next one comes
+_WHOLE = 64  # bytes: elements of every dtype, and a cache line
+_LANE_BYTES = 2 << 20  # that each connection of an operation moves at least, to each rank
+_MORE = 2  # pieces of a reduce-scatter that may be under way, besides one chunk's
 IN_RINGS = {  # dtypes that are added at each hop; others are added by one rank, and rounded once
     torch.float32,
     torch.float64,
@@ -54,7 +58,8 @@ class Rings:
 
     def _reduce_range(self, parts: Sequence[Tensor], start: int, stop: int, lane: int, op: Op) -> Flow:
         edges = [(start + a, start + b) for a, b in cut_evenly(stop - start, self.size)]
-        scratch = torch.empty(PIECE // parts[0].element_size(), dtype=parts[0].dtype)
+        room = _size_piece((edges[0][1] - edges[0][0]) * parts[0].element_size()) // parts[0].element_size()
+        scratch = torch.empty(room, dtype=parts[0].dtype)
 
         def tiles(chunk: int) -> Iterator[Tensor]:
             return (tile for tile, _ in cut_tiles(parts, *edges[chunk % self.size], scratch.numel()))
@@ -79,15 +84,16 @@ class Rings:
     def _scatter_lane(self, chunks: Sequence[Tensor], lane: int, lanes: int, op: Op, out: Tensor) -> Flow:
         lines = [_take_part(chunk, lane, lanes) for chunk in chunks]
         target = _take_part(out, lane, lanes)
-        room = PIECE // out.element_size()
+        longest = max(line.numel() for line in lines)
+        room = _size_piece(longest * out.element_size()) // out.element_size()
         # A rank sends a chunk of its own first, while another one's comes: with no room for that, all would wait in a
-        # circle. Up to four pieces may have arrived without the sender's being told.
-        count = -(-max(line.numel() for line in lines) // room) + _MORE
+        # circle.
+        count = -(-longest // room) + _MORE
         spare = list(torch.empty(count if self.size > 2 else 0, room, dtype=out.dtype))
         last = torch.empty(room, dtype=out.dtype)
 
         def first() -> Iterator[memoryview]:
-            for tile in _cut_tiles(lines[(self.rank - 1) % self.size]):
+            for tile in _cut_tiles(lines[(self.rank - 1) % self.size], room):
                 yield as_bytes(tile if op != "mean" else tile * (1.0 / self.size))
 
         def pieces() -> Iterator[Piece]:
@@ -95,11 +101,11 @@ class Rings:
             for step in range(1, self.size):
                 chunk = (self.rank - 1 - step) % self.size
                 if chunk == self.rank:
-                    for tile, end in zip(_cut_tiles(lines[chunk]), _cut_tiles(target), strict=True):
+                    for tile, end in zip(_cut_tiles(lines[chunk], room), _cut_tiles(target, room), strict=True):
                         came = last[: tile.numel()]
                         yield Piece(as_bytes(came), partial(self._add, came, tile, op, end))
                     return
-                for tile in _cut_tiles(lines[chunk]):
+                for tile in _cut_tiles(lines[chunk], room):
                     came = spare[number % len(spare)][: tile.numel()]
                     number += 1
                     yield Piece(view := as_bytes(came), partial(self._add, came, tile, op, came), view, reused=True)
@@ -131,10 +137,9 @@ class Rings:
             flows.append(self._flow(lane, [] if place else tiles, pieces, sends=passes_on, receives=place > 0))
         return flows
 
-    def swap(self, parts: Sequence[Tensor], outs: Sequence[Tensor], *, least: int = 0) -> list[Flow]:
+    def swap(self, parts: Sequence[Tensor], outs: Sequence[Tensor], *, least: int = 0) -> list[Flow | Copy]:
         """From each rank to each: `parts[r]` to rank r, what it sends to `outs[r]`. Up to `least` bytes do not go."""
-        outs[self.rank].copy_(parts[self.rank])
-        flows = []
+        flows: list[Flow | Copy] = []
         for distance in range(
             1, self.size
         ):  # in the same order on every rank, so that none waits for another in a circle
@@ -146,7 +151,9 @@ class Rings:
                 first = _cut_views(given[lane]) if out is not None else iter(())
                 pieces = map(Piece, _cut_views(came[lane])) if taken is not None else iter(())
                 flows.append(Flow(out, taken, first, pieces))
-        return flows
+        mine, kept = parts[self.rank], outs[self.rank]
+        copies = self._count_lanes(count_bytes([mine]) * self.size) if mine.numel() else 0
+        return flows + [Copy(_take_part(mine, i, copies), _take_part(kept, i, copies)) for i in range(copies)]
 
     def _cut_lanes(self, x: Tensor, least: int) -> list[Tensor]:
         """A message to one rank of several in parts, one for each connection; both ends cut it alike."""
@@ -200,9 +207,20 @@ def _take_part(x: Tensor, part: int, parts: int) -> Tensor:
     return x[start:stop]
 
 
-def _cut_tiles(x: Tensor) -> Iterator[Tensor]:
-    return iter(x.split(PIECE // x.element_size())) if x.numel() else iter(())
+def _size_piece(nbytes: int) -> int:
+    """Bytes of a chunk of so many that are received, worked on and sent on at a time: even parts, of whole elements.
+
+    >>> _size_piece(1_100_000), _size_piece(6_250_000), _size_piece(1000)
+    (550016, 2083392, 1024)
+    """
+    best = max(_LEAST_PIECE, min(_MOST_PIECE, nbytes // _PIECES))
+    count = max(1, round(nbytes / best))
+    return max(1, -(-nbytes // (count * _WHOLE))) * _WHOLE
+
+
+def _cut_tiles(x: Tensor, room: int) -> Iterator[Tensor]:
+    return iter(x.split(room)) if x.numel() else iter(())
 
 
 def _cut_views(x: Tensor) -> Iterator[memoryview]:
-    return map(as_bytes, _cut_tiles(x))
+    return map(as_bytes, _cut_tiles(x, _size_piece(count_bytes([x])) // x.element_size()))

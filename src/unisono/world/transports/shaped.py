@@ -203,6 +203,14 @@ class ShapedTransport(Transport):
     def paused_s(self) -> float:  # type: ignore[override]
         return self._inner.paused_s
 
+    @property
+    def is_encrypted(self) -> bool:  # type: ignore[override]
+        return self._inner.is_encrypted
+
+    def connect_again(self, *, is_encrypted: bool) -> Transport | None:
+        inner = self._inner.connect_again(is_encrypted=is_encrypted)
+        return inner and ShapedTransport(inner, self._wire, self._links, self._hosts)
+
     def abandon(self, why: Exception) -> None:
         self._inner.abandon(why)
 

@@ -91,7 +91,7 @@ class SharedTransport(Transport):
         self._direct = DirectMessages(self._page, [r[stage:] for r in self._stage.ranks])
         self._spare = SpareCores(size)
         self._peers = PeerMemory(self._page, self._spare, works=reads_peers)
-        self.reads_peers = self._peers.works
+        self.reads_peers = self.takes_parts = self._peers.works
 
     @classmethod
     def from_inherited(

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from unisono.world.transports import CallDescription, CallSignature, Mismatch
 
-__all__ = ["Sign", "make_sign", "open_message"]
+__all__ = ["ALIGNED", "Sign", "make_sign", "open_message"]
 
 _HEAD = struct.Struct("<IIIH")  # what, where, rank, length of the text
 _PLACE = b"\x1f"  # in the text, before where the call stands
 _MOST_TEXT = 1000
+ALIGNED = 16  # bytes: where numbers of any dtype may lie that are used as they came
 
 
 class Sign(NamedTuple):
@@ -42,13 +43,18 @@ def make_sign(operation: str, sequence: int, signature: CallSignature | None, ra
     if signature is not None:
         encoded += _PLACE + signature.place.encode()[:_MOST_TEXT]
         numbers = signature.what, signature.where, signature.rank
-    return Sign(_HEAD.pack(*numbers, len(encoded)) + encoded, *numbers, encoded, signature)
+    packed = _HEAD.pack(*numbers, len(encoded)) + encoded
+    return Sign(packed.ljust(_round_up(len(packed)), b"\0"), *numbers, encoded, signature)
 
 
-def open_message(mine: Sign, me: int, rank: int, body: bytes) -> memoryview:
+def _round_up(length: int) -> int:
+    return -(-length // ALIGNED) * ALIGNED
+
+
+def open_message(mine: Sign, me: int, rank: int, body: bytearray) -> memoryview:
     """What a message of `rank` carries behind its sign; Mismatch if that rank is about to do something else than I."""
     what, where, number, length = _HEAD.unpack_from(body)
-    text = body[_HEAD.size : _HEAD.size + length]
+    text = bytes(body[_HEAD.size : _HEAD.size + length])
 
     def describe_both() -> list[CallDescription]:
         return [mine.describe(me), Sign(b"", what, where, number, text).describe(rank)]
@@ -60,4 +66,4 @@ def open_message(mine: Sign, me: int, rank: int, body: bytes) -> memoryview:
         raise Mismatch(f"{name}: the ranks disagree; {both}", calls=[call for call in calls if call.what])
     if mine.signature is not None:
         mine.signature.check_places([mine.where, where], describe_both)
-    return memoryview(body)[_HEAD.size + length :]
+    return memoryview(body)[_round_up(_HEAD.size + length) :]

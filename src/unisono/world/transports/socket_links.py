@@ -6,35 +6,43 @@ by the rank that sends. Groups of ranks that are split off use the same doors.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import ipaddress
 import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from unisono.launchers.runtime.addresses import (
+    ANYWHERE,
+    INTERFACE,
+    address_towards,
+    find_network,
+    find_own_addresses,
+    is_loopback,
+    is_public,
+    list_own_addresses,
+    open_listener,
+)
 from unisono.launchers.runtime.channel import SECRET, derive_secret
-from unisono.launchers.runtime.machine import address_of_interface, address_towards, usable_cores
+from unisono.launchers.runtime.machine import usable_cores
+from unisono.launchers.runtime.variables import read_encrypt
 from unisono.world.transports import PeerLost
-from unisono.world.transports.connections import find_address, is_of_process
-from unisono.world.transports.door import VERSION, Door, Peer
-from unisono.world.transports.encryption import is_wanted, wrap_client, wrap_server
+from unisono.world.transports.connections import find_address, is_of_process, is_open
+from unisono.world.transports.door import VERSION, Card, Door, Peer
 from unisono.world.transports.streams import InStream, LinkLost, OutStream, Wire
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["Links", "meet"]
+__all__ = ["Address", "Links", "choose_addresses", "choose_encryption", "count_encrypted_bytes", "meet", "meet_again"]
 
 _MOST_LANES = 4
-_LOOPBACK = "127.0.0.1"
-_ANYWHERE, _ANYWHERE_6 = "192.0.2.1", "2001:db8::1"  # addresses that nobody has: which way out would be taken
+_LOOPBACK, _LOOPBACK_6 = "127.0.0.1", "::1"
 
 
 class Links:
@@ -49,6 +57,7 @@ class Links:
         self._outs: dict[tuple[int, str], OutStream] = {}
         self._ins: dict[tuple[int, str], InStream] = {}
         self._ended = ""
+        self._is_counted = False
         _living.add(self)
         door.open_group(group, self._find)
 
@@ -118,10 +127,25 @@ class Links:
         self._door.close_group(self._group)
         with self._lock:
             outs, ins = list(self._outs.values()), list(self._ins.values())
+        _closed.append(self.encrypted_bytes)
+        self._is_counted = True
         for out in outs:
             out.close()
         for source in ins:
             source.close()
+
+    @property
+    def encrypted_bytes(self) -> int:
+        """Bytes that this rank has sent and received here so that nobody else could read them, until it is closed."""
+        if not self.is_encrypted or self._is_counted:
+            return 0
+        sent = sum(stream.sent for stream in list(self._outs.values()))
+        return sent + sum(stream.received for stream in list(self._ins.values()))
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether nobody else can read what passes here."""
+        return self._door.is_encrypted
 
     @property
     def paused_s(self) -> float:
@@ -133,6 +157,12 @@ class Links:
 
 
 _living: weakref.WeakSet[Links] = weakref.WeakSet()
+_closed: list[int] = []  # encrypted bytes of links that were closed
+
+
+def count_encrypted_bytes() -> int:
+    """Bytes that this process has encrypted and decrypted between ranks."""
+    return sum(_closed) + sum(links.encrypted_bytes for links in list(_living))
 
 
 def _forget_all() -> None:
@@ -147,30 +177,107 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> Links:
     """Meet the other ranks in `store`; every rank calls it alike."""
     if rank == 0:
         store.set("door/secret", secrets.token_hex(32))
-    listener, addresses = _listen(store)
+    listeners, cards = _listen(store)
     try:
         secret = _find_secret(store.get("door/secret"))
-        mine = {"version": VERSION, "at": addresses, "port": _find_port(listener), "lanes": _count_lanes()}
-        store.set(f"door/{rank}", json.dumps(mine | {"encrypt": is_wanted(addresses)}))
+        store.set(f"door/{rank}", json.dumps(_describe(cards)))
         keys = [f"door/{r}" for r in range(size)]
         store.wait(keys, timedelta(seconds=timeout_s))
         found = [json.loads(store.get(key)) for key in keys]
-    except RuntimeError as error:
-        listener.close()
+        _check_versions(found)
+    except (RuntimeError, ValueError) as error:
+        for listener in listeners:
+            listener.close()
+        if isinstance(error, ValueError):
+            raise
         raise PeerLost(f"not all of the {size} ranks came to connect: {error}") from None
+    links = _connect(listeners, secret, rank, found)
+    if rank == 0 and links.is_encrypted and not os.environ.get(SECRET) and is_open(store):
+        text = "tensors are encrypted, but the ranks met in a store of torch's, which asks for no secret"
+        print(f"unisono: {text}: set {SECRET} for all workers (docs/security.md)", file=sys.stderr, flush=True)
+    return links
+
+
+def meet_again(store: Store, rank: int, exchange: Callable[[bytes], list[bytes]], *, is_encrypted: bool) -> Links:
+    """Links among ranks that can `exchange` bytes already, at doors of their own: encrypted or not, as asked."""
+    listeners, cards = _listen(store)
+    found = [json.loads(each) for each in exchange(json.dumps([_describe(cards), secrets.token_hex(32)]).encode())]
+    secret = _find_secret(found[0][1].encode())
+    return _connect(listeners, secret, rank, [each for each, _ in found], is_encrypted=is_encrypted)
+
+
+def _connect(
+    listeners: Sequence[socket.socket],
+    secret: bytes,
+    rank: int,
+    found: Sequence[dict[str, Any]],
+    *,
+    is_encrypted: bool | None = None,
+) -> Links:
+    """The links to the ranks that described themselves so."""
+    places = [[[Address(*place) for place in card] for card in each["cards"]] for each in found]
+    is_exposed, cards = choose_addresses(places)
+    if is_encrypted is None:
+        is_encrypted = choose_encryption([each["encrypt"] for each in found], is_exposed=is_exposed)
+    door = Door(listeners, secret, rank=rank, is_encrypted=is_encrypted)
+    peers = [Peer(r, rank, card, secret) for r, card in enumerate(cards)]
+    lanes = max(min(each["lanes"] for each in found), min(len(each["cards"]) for each in found))
+    return Links(door, peers, rank, "world", lanes)
+
+
+def _describe(cards: list[Card]) -> dict[str, Any]:
+    """What the other ranks have to know of this one."""
+    own = list_own_addresses()
+    return {
+        "version": VERSION,
+        "cards": [[Address(host, port, find_network(host, own)) for host, port in card] for card in cards],
+        "lanes": _count_lanes(),
+        "encrypt": read_encrypt(),
+    }
+
+
+def _check_versions(found: Sequence[dict[str, Any]]) -> None:
     versions = {r: each["version"] for r, each in enumerate(found) if each["version"] != VERSION}
     if versions:
-        listener.close()
         raise ValueError(
             f"this rank speaks version {VERSION} of the data plane, and other ranks do not ({versions}): install one "
             "version of unisono on all hosts"
         )
-    is_encrypted = any(each["encrypt"] for each in found)
-    door = Door(listener, secret, rank=rank, wrap=wrap_server if is_encrypted else None)
-    wrap = wrap_client if is_encrypted else None
-    places = [[(host, each["port"]) for host in each["at"]] for each in found]
-    peers = [Peer(r, rank, place, secret, wrap=wrap) for r, place in enumerate(places)]
-    return Links(door, peers, rank, "world", min(each["lanes"] for each in found))
+
+
+def choose_encryption(asked: Sequence[bool | None], *, is_exposed: bool) -> bool:
+    """Whether the ranks encrypt: if one of them was asked to, else unless one was asked not to, if others may listen.
+
+    >>> choose_encryption([None, True], is_exposed=False), choose_encryption([None, False], is_exposed=True)
+    (True, False)
+    """
+    return True in asked or (False not in asked and is_exposed)
+
+
+class Address(NamedTuple):
+    """Where a rank is reached, and the network that this is in: "10.0.0.0/24"."""
+
+    host: str
+    port: int
+    network: str
+
+
+def choose_addresses(ranks: Sequence[Sequence[Sequence[Address]]]) -> tuple[bool, list[list[Card]]]:
+    """Which addresses are used, of each rank's cards, and whether bytes may pass where others listen.
+
+    Those in a private network that all ranks are in, if a card has one; else all of it, and others may listen.
+
+    >>> choose_addresses([[[Address("10.0.0.7", 1, "10.0.0.0/24"), Address("2600::7", 1, "2600::/64")]]])
+    (False, [[[('10.0.0.7', 1)]]])
+    """
+    networks = [{place.network for card in cards for place in card} for cards in ranks]
+    common = {network for network in set.intersection(*networks) if not is_public(network.partition("/")[0])}
+    is_exposed = any(common.isdisjoint(place.network for place in card) for cards in ranks for card in cards)
+    return is_exposed, [[_take_common(card, common) for card in cards] for cards in ranks]
+
+
+def _take_common(card: Sequence[Address], common: set[str]) -> Card:
+    return [place[:2] for place in card if place.network in common] or [place[:2] for place in card]
 
 
 def _find_port(listener: socket.socket) -> int:
@@ -189,58 +296,28 @@ def _count_lanes() -> int:
     return min(_MOST_LANES, cores) if cores > 2 else 1
 
 
-def _listen(store: Store) -> tuple[socket.socket, list[str]]:
-    """A socket that listens, and the addresses at which other ranks may reach it, the likeliest first.
+def _listen(store: Store) -> tuple[list[socket.socket], list[Card]]:
+    """Sockets that listen, and the addresses at which other ranks may reach them: of each network card, the likeliest
+    first.
 
-    An interface that the user names is the only one. Ranks that meet at an address of this machine alone are all here.
+    Interfaces that the user names are the only ones. Ranks that meet at an address of this machine alone are all here.
     """
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if named:
-        try:
-            address = address_of_interface(named)
-        except OSError as error:
-            raise OSError(f"GLOO_SOCKET_IFNAME={named}: that interface has no IPv4 address here ({error})") from None
-        return _open_listener(address), [address]
+    name = INTERFACE if os.environ.get(INTERFACE) else "GLOO_SOCKET_IFNAME"
+    if named := os.environ.get(name, ""):
+        listeners, cards = [], []
+        for addresses in find_own_addresses(named, name):
+            here = [open_listener(str(address)) for address in addresses]
+            listeners += here
+            cards.append([(str(at), _find_port(one)) for at, one in zip(addresses, here, strict=True)])
+        return listeners, cards
     place = find_address(store)
     host = place[0] if place is not None else _LOOPBACK if is_of_process(store) else ""
-    if _is_loopback(host):
-        return _open_listener(_LOOPBACK), [_LOOPBACK]
-    known = [address_towards(host) if host else "", address_towards(_ANYWHERE), address_towards(_ANYWHERE_6)]
-    return _open_listener(""), list(dict.fromkeys(address for address in known if address)) or [_LOOPBACK]
-
-
-def _open_listener(address: str) -> socket.socket:
-    """A socket that listens at an address, or at all of this host; at a port of UNISONO_PORTS, if that is set."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    dual = not address and socket.has_dualstack_ipv6()
-    options: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if dual else {"family": family}
-    text = os.environ.get("UNISONO_PORTS", "")
-    for port in _read_ports(text):
-        with contextlib.suppress(OSError) if text else contextlib.nullcontext():  # the next may be free
-            return socket.create_server((address, port), backlog=1024, **options)
-    raise OSError(errno.EADDRINUSE, f"UNISONO_PORTS={text}: all of these ports are in use on this host")
-
-
-def _read_ports(text: str) -> range:
-    """The ports of "40000-40100"; one that the system picks if there is no text.
-
-    >>> _read_ports("40000-40001")
-    range(40000, 40002)
-    """
-    if not text:
-        return range(1)
-    first, _, last = text.partition("-")
-    try:
-        found = range(int(first), int(last or first) + 1)
-    except ValueError:
-        found = range(0)
-    if not found or not 0 < found[0] <= found[-1] < 1 << 16:
-        raise ValueError(f"UNISONO_PORTS is a range of ports such as 40000-40100, got {text!r}")
-    return found
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    if is_loopback(host):
+        found = [_LOOPBACK_6 if ":" in host else _LOOPBACK]
+        listener = open_listener(found[0])
+    else:
+        known = [address_towards(target) for target in (host, *ANYWHERE) if target]
+        found = list(dict.fromkeys(address for address in known if address)) or [_LOOPBACK]
+        listener = open_listener("")
+    port = _find_port(listener)
+    return [listener], [[(address, port) for address in found]]

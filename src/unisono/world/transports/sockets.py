@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from unisono.background import in_background
 from unisono.world.transports import (
     DTYPE_CODES,
     DTYPES,
@@ -31,12 +32,12 @@ from unisono.world.transports import (
     find_group,
 )
 from unisono.world.transports.arithmetic import combine, count_bytes
-from unisono.world.transports.flows import Flow, Helpers, Piece, as_bytes
+from unisono.world.transports.flows import Copy, Flow, Helpers, Piece, as_bytes
 from unisono.world.transports.liveness import Liveness
 from unisono.world.transports.mailbox import Key, Mailbox
 from unisono.world.transports.rings import IN_RINGS, Rings, cut_evenly
-from unisono.world.transports.signs import Sign, make_sign, open_message
-from unisono.world.transports.socket_links import Links, meet
+from unisono.world.transports.signs import ALIGNED, Sign, make_sign, open_message
+from unisono.world.transports.socket_links import Links, meet, meet_again
 from unisono.world.transports.streams import LinkLost, Patience
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SMALL = 256 << 10  # bytes up to which an operation goes from each rank to each, in one round or two
 INLINE = 64 << 10  # bytes of an object that travel with its size
 _MESSAGE = struct.Struct("<qqi")  # label, elements, dtype
+_LOOK_S = 100e-6  # that a rank looks for what comes next before it sleeps
 _TO_BE_TOLD_S = 1.0  # that the launcher has to say who is lost
 
 
@@ -80,6 +82,7 @@ class SocketTransport(Transport):
     """One rank of several that reach each other by TCP."""
 
     name = "messages"
+    takes_parts = True
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class SocketTransport(Transport):
         if x.numel() * x.element_size() <= SMALL:
             key = self._next_key()
             for r in self._others:
-                self._mail.send(r, key, sign.packed + as_bytes(x[slice(*edges[r])]))
+                self._mail.send([r], key, sign.packed, as_bytes(x[slice(*edges[r])]))
             self._combine_all(sign, self._take(self._others, key), op, mine)
             key = self._send_to_all(sign, as_bytes(mine))
             for r, body in zip(self._others, self._take(self._others, key), strict=True):
@@ -153,7 +156,7 @@ class SocketTransport(Transport):
         combine(came, op, mine)
         self._run(self._rings.all_gather(mine, parts))
 
-    def _combine_all(self, sign: Sign, bodies: Sequence[bytes], op: Op, x: Tensor) -> None:
+    def _combine_all(self, sign: Sign, bodies: Sequence[bytearray], op: Op, x: Tensor) -> None:
         """Reduce `x` with what the other ranks sent, in the order of ranks."""
         opened = [self._open(sign, r, body) for r, body in zip(self._others, bodies, strict=True)]
         if x.numel():
@@ -217,12 +220,11 @@ class SocketTransport(Transport):
         for r in self._others:
             head = struct.pack("<qq", *pairs[r])
             body = as_bytes(parts[r]) if small[r] and parts[r].numel() else b""
-            self._mail.send(r, key, sign.packed + head + body)
+            self._mail.send([r], key, sign.packed, head, body)
         bodies = [
             self._open(sign, r, body) for r, body in zip(self._others, self._take(self._others, key), strict=True)
         ]
         self._compare_sizes(pairs, dict(zip(self._others, bodies, strict=True)))
-        outs[self.rank].copy_(parts[self.rank])
         for r, body in zip(self._others, bodies, strict=True):
             if count_bytes([outs[r]]) <= INLINE:
                 _fill(outs[r], body[16:])
@@ -249,7 +251,7 @@ class SocketTransport(Transport):
             return
         key = self._next_key()
         for r in self._others:
-            self._mail.send(r, key, sign.packed + (as_bytes(parts[r]) if parts[r].numel() else b""))
+            self._mail.send([r], key, sign.packed, as_bytes(parts[r]) if parts[r].numel() else b"")
         outs[self.rank].copy_(parts[self.rank])
         for r, body in zip(self._others, self._take(self._others, key), strict=True):
             _fill(outs[r], self._open(sign, r, body))
@@ -383,34 +385,49 @@ class SocketTransport(Transport):
     def paused_s(self) -> float:  # type: ignore[override]
         return self._links.paused_s
 
+    @property
+    def is_encrypted(self) -> bool:  # type: ignore[override]
+        return self._links.is_encrypted
+
+    def connect_again(self, *, is_encrypted: bool) -> SocketTransport:
+        from torch.distributed import PrefixStore
+
+        self._splits += 1
+        links = meet_again(self._store, self.rank, self.exchange, is_encrypted=is_encrypted)
+        store = PrefixStore(f"again/{self._splits}", self._store)
+        return SocketTransport(store, self.rank, self.size, timeout_s=self.timeout_s, links=links)
+
     # Inside ----------------------------------------------------------------------------------------------
 
-    def _patience(self) -> Patience:
-        return Patience(self.timeout_s, self._links.check, self._links.tend)
+    def _patience(self, look_s: float = 0.0) -> Patience:
+        """`look_s`: as of `Patience`, if this host has a core for it."""
+        look_s = look_s if self._links.lanes > 1 else 0.0
+        return Patience(self.timeout_s, self._links.check, self._links.tend, look_s=look_s)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise PeerLost("the connections of this world were closed, or lost before")
 
-    def _run(self, flows: list[Flow]) -> None:
-        """Run flows, each in a thread if there are cores for that."""
-        width = self._links.lanes
+    def _run(self, flows: Sequence[Flow | Copy]) -> None:
+        """Run flows, each in a thread if there are cores for that; fewer threads if the program computes meanwhile. All
+        ranks begin with the first flows, so those of one rank may wait while others run theirs together."""
+        width = -(-self._links.lanes // (2 if in_background() else 1))
         if len(flows) == 1 or width == 1:
             for flow in flows:
                 flow.begin()
             if len(flows) > 1:
                 _run_together(flows, self._patience())
             else:
-                flows[0].run(self._patience())
+                flows[0].run(self._patience(_LOOK_S))
             return
         groups = [flows[i::width] for i in range(min(width, len(flows)))]
         jobs: list[Callable[[], None]] = [partial(_run_together, group, self._patience()) for group in groups]
         self._helpers.run(jobs, lambda: self._links.end("another lane of this operation has failed"))
 
-    def _agree(self, sign: Sign, flows: list[Flow], *, early: bool = True) -> None:
+    def _agree(self, sign: Sign, flows: Sequence[Flow | Copy], *, early: bool = True) -> None:
         """Tell the next rank what I am about to do, and hear it from the previous one, while the first bytes leave."""
         key = self._next_key()
-        self._mail.send(self._next, key, sign.packed)
+        self._mail.send([self._next], key, sign.packed)
         if early:
             flows[0].begin()
         self._open(sign, self._previous, self._take([self._previous], key)[0])
@@ -425,18 +442,16 @@ class SocketTransport(Transport):
     def _send_to_all(self, sign: Sign, payload: bytes | memoryview, key: Key | None = None) -> Key:
         self._check_open()
         key = self._next_key() if key is None else key
-        body = sign.packed + payload
-        for r in self._others:
-            self._mail.send(r, key, body)
+        self._mail.send(self._others, key, sign.packed, payload)
         return key
 
-    def _take(self, sources: Sequence[int], key: Key) -> list[bytes]:
-        return self._mail.take(sources, key, self._patience())
+    def _take(self, sources: Sequence[int], key: Key) -> list[bytearray]:
+        return self._mail.take(sources, key, self._patience(_LOOK_S))
 
     def _sign(self, operation: str) -> Sign:
         return make_sign(operation, self.sequence, self.signature, self.rank)
 
-    def _open(self, mine: Sign, rank: int, body: bytes) -> memoryview:
+    def _open(self, mine: Sign, rank: int, body: bytearray) -> memoryview:
         return open_message(mine, self.rank, rank, body)
 
     def _explain_failure(self, what: str, problem: str, calls: Sequence[CallDescription] | None) -> Exception:
@@ -461,7 +476,7 @@ class SocketTransport(Transport):
         return PeerLost(f"{what}: {missing} ({problem})")
 
 
-def _run_together(flows: Sequence[Flow], patience: Patience) -> None:
+def _run_together(flows: Sequence[Flow | Copy], patience: Patience) -> None:
     """Run flows in one thread: one after the other, as each has its own peers and their memory holds what comes."""
     for flow in flows:
         flow.run(patience)
@@ -479,8 +494,10 @@ def _copy_parts(x: Tensor, parts: Sequence[Tensor]) -> None:
             part.copy_(done)
 
 
-def _as_tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data) if isinstance(data, memoryview) else data, dtype=dtype)
+def _as_tensor(data: bytearray | memoryview, dtype: torch.dtype) -> Tensor:
+    """The same memory, if numbers may lie there."""
+    x = torch.frombuffer(data, dtype=dtype)
+    return x if x.data_ptr() % ALIGNED == 0 else torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 def _fill(x: Tensor, data: memoryview) -> None:

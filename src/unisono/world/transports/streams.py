@@ -22,8 +22,8 @@ __all__ = ["COPIED", "InStream", "LinkLost", "OutStream", "Patience", "Wire", "p
 
 COPIED = 64 << 10  # bytes up to which what is sent is copied, so that nobody waits until the other end has it
 _COUNT = struct.Struct("<Q")
-_ACK_EVERY = 256 << 10  # bytes received until the sender is told
-_HEAR_EVERY = 256 << 10  # bytes sent until the sender looks what it was told
+_ACK_EVERY = 1 << 20  # bytes received until the sender is told
+_HEAR_EVERY = 1 << 20  # bytes sent until the sender looks what it was told
 _AGAIN_S = 0.1  # between two attempts to connect, or two questions whether the other end still lives
 _FIRST_S = 1.0  # until that is asked of a rank that has not connected yet
 _SLICE_S = 0.25  # that a rank sleeps at most before it looks after all its streams, and whether the wait has been ended
@@ -52,12 +52,19 @@ class Wire(Protocol):
 class Patience:
     """How long one operation waits: `timeout_s` without a byte moved, or until `check` raises.
 
-    `tend` is called now and then while it waits: it looks after the streams of other operations.
+    `tend` is called now and then while it waits: it looks after the streams of other operations. `look_s`: how long it
+    goes on looking after something has moved, before it sleeps: to be woken up costs about as much.
     """
 
-    def __init__(self, timeout_s: float, check: Callable[[], None], tend: Callable[[], None]) -> None:
-        self._timeout_s, self._check, self._tend = timeout_s, check, tend
+    def __init__(
+        self, timeout_s: float, check: Callable[[], None], tend: Callable[[], None], *, look_s: float = 0.0
+    ) -> None:
+        self._timeout_s, self._check, self._tend, self._look_s = timeout_s, check, tend, look_s
         self._since = self._tended = time.monotonic()
+
+    def is_fresh(self) -> bool:
+        """Whether something has moved just now, so that it is worth looking again at once."""
+        return self._look_s > 0.0 and time.monotonic() - self._since < self._look_s
 
     def moved(self) -> None:
         """Note that something has moved."""
@@ -298,7 +305,9 @@ class InStream:
         """Whether something has come, or the connection has ended."""
         if self._fresh is not None:
             self._adopt()
-        return self.wire is not None and bool(poll([(self.wire.fileno(), select.POLLIN)], 0.0))
+        if self.wire is None:
+            return False
+        return getattr(self.wire, "has_more", False) or bool(poll([(self.wire.fileno(), select.POLLIN)], 0.0))
 
     def wait_for(self) -> tuple[int, int]:
         """The descriptor and the events to sleep for; -1 if it has no connection."""

@@ -323,6 +323,13 @@ class TwoLevelTransport(Transport):
     def paused_s(self) -> float:  # type: ignore[override]
         return sum(transport.paused_s for transport in self._levels)
 
+    @property
+    def is_encrypted(self) -> bool:  # type: ignore[override]
+        return self._flat.is_encrypted
+
+    def connect_again(self, *, is_encrypted: bool) -> Transport | None:
+        return self._flat.connect_again(is_encrypted=is_encrypted)
+
     def abandon(self, why: Exception) -> None:
         self._is_lost = True
         for transport in self._levels:

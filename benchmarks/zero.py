@@ -4,6 +4,7 @@ Keys: fsdp2_over_ours_S_N for stage S on N workers (25 M-parameter MLP, batch 8 
 6 M-parameter transformer; ddp_over_ours_S_N; peak_over_formula_S_N: the peak of a worker's memory that the model
 caused, measured in processes of their own, over what `un.memory` says.
 FSDP2 is `fully_shard` on every block and on the model, with gloo: stages 1 and 2 keep parameters after forward.
+With --optimizer muon, other keys: see muon_steps.py.
 """
 
 from __future__ import annotations
@@ -132,7 +133,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=["mlp", "text"])
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+    parser.add_argument("--strategy", default="zero(stage=2)", help="with muon: the method that is measured")
+    parser.add_argument("--peer", help="with muon: a checkout of karpathy/nanochat (or NANOCHAT in the environment)")
+    parser.add_argument("--layers", type=int, default=8, help="with muon: 8 make 25 M parameters")
+    parser.add_argument("--gpu", action="store_true", help="with muon: one worker on a GPU, a GPT of 124 M parameters")
     options = parser.parse_args()
+    if options.optimizer == "muon":
+        import muon_steps
+
+        muon_steps.main(options)
+        return
     results: dict[str, Any] = {}
     for workers in options.workers:
         for name in options.models:

@@ -194,8 +194,8 @@ def test_units_on_the_device_leave_the_hosts_memory_to_others() -> None:
     state = 12 * 64 * 64
     spec = f"zero(stage=2, optimizer_on=disk, host_memory={2 * state}, unit_bytes=16384)"
     replica: Any = un.parallel(model, torch.optim.AdamW(model.parameters()), spec, world=World())
-    assert replica._offload.placement.homes == ["cpu", "cpu", "disk", "disk"]
-    assert replica._offload.placement.choose_homes({0}) == ["cpu", "cpu", "cpu", "disk"]
+    assert replica._offload.of(replica.units[0]).placement.homes == ["cpu", "cpu", "disk", "disk"]
+    assert replica._offload.of(replica.units[0]).placement.choose_homes({0}) == ["cpu", "cpu", "cpu", "disk"]
     replica.close()
 
 

@@ -70,6 +70,9 @@ class Scripted(ThreadTransport):
         assert isinstance(made, ThreadTransport)
         return Scripted(made.hub, find_group(groups, self.rank, self.size).index(self.rank), self.script)
 
+    def abandon(self, why: Exception) -> None:
+        self.hub.lose(str(why))
+
 
 def make() -> nn.Module:
     with MODELS:
@@ -128,9 +131,9 @@ class Run:
         *,
         lost: int,
         grows: int | None = None,
-        extra: str = "",
+        extra: str = ", spare=True",
     ) -> None:
-        self.spec = f"zero(stage={stage}, spare=True, unit_bytes=300{extra})"
+        self.spec = f"zero(stage={stage}, unit_bytes=300{extra})"
         self.size, self.lost, self.grows, self.make_optimizer = size, lost, grows, make_optimizer
         self.stayed = [r for r in range(size) if r != lost]
         self.steps = 3 if grows is None else grows + 1
@@ -166,9 +169,10 @@ class Run:
                     world = again
                 try:
                     step(model, optimizer, t, world.rank, world.size)
-                except PeerLost:
+                except PeerLost as error:
                     assert world is training
                     script.is_over = True
+                    training.abandon(error)  # some wait in a group of which none is lost
                     if outer.rank in (self.lost, behind):
                         training.close()  # the others do not wait for it
                     if outer.rank == self.lost:
@@ -207,10 +211,10 @@ def caught_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     true_catch_up = Spare.catch_up
 
-    def catch_up(self: Spare, steps: int, optimizer: Any) -> None:
+    def catch_up(self: Spare, steps: int, optimizers: Any) -> None:
         if self.steps < steps:
             found.append(steps)
-        true_catch_up(self, steps, optimizer)
+        true_catch_up(self, steps, optimizers)
 
     monkeypatch.setattr(Spare, "catch_up", catch_up)
     return found
@@ -251,11 +255,24 @@ def test_a_world_goes_on_without_a_rank_and_with_another(
 
 @stages
 def test_a_rank_is_lost_while_exchanges_go_on_behind_the_program(stage: int) -> None:
-    run = Run(stage, 3, lost=0, extra=", overlap=True")
+    run = Run(stage, 3, lost=0, extra=", spare=True, overlap=True")
     for at in range(1, len(run.met), 6):
         run.check(at)
         run.check(at, behind=1)
     run.check(run.agreement, behind=1)
+
+
+@stages
+def test_where_groups_have_copies_a_rank_may_be_lost_at_any_point(stage: int, caught_up: list[int]) -> None:
+    """Two groups of two: then three ranks, which are one group, and four again."""
+    run = Run(stage, 4, lost=3, grows=3, extra=", within=2")
+    for at in range(0, len(run.met), 4):
+        run.check(at, source=at)
+    assert not caught_up
+    agreement = run.agreement - (2 if stage < 3 else 0)  # after it the ranks of a host meet, with their new values
+    for behind in (0, 1, 2):
+        run.check(agreement, behind=behind, source=1)
+    assert caught_up == [LOST_AT + 1] * 2  # rank 2 need not: rank 0 has taken the step, and has the same shard
 
 
 def test_a_rank_that_cleared_its_gradients_counts_as_lost_where_others_stepped() -> None:

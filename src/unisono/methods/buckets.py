@@ -97,9 +97,11 @@ class Bucket:
         *,
         apart_bytes: int | None = None,
         flags: int = 0,
+        layout: FlatLayout | None = None,
     ) -> None:
         """`apart_bytes`: tensors of so many bytes have memory of their own; None: none have. `flags`: numbers behind
-        the tensors, from `layout.numel` on, that travel with them."""
+        the tensors, from `layout.numel` on, that travel with them. `layout`: where the tensors lie; None: each begins
+        on the next cache line."""
         self.index = index
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
@@ -111,7 +113,7 @@ class Bucket:
         self.apart = [
             k for k, p in enumerate(self.params) if apart_bytes is not None and p.numel() * p.itemsize >= apart_bytes
         ]
-        self.layout = FlatLayout([p for k, p in enumerate(self.params) if k not in self.apart])
+        self.layout = layout or FlatLayout([p for k, p in enumerate(self.params) if k not in self.apart])
         self.starts = self.layout.starts
         numel = self.layout.numel + flags
         self._parts: dict[tuple[int, ...], Bucket] = {}

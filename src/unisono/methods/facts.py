@@ -160,6 +160,19 @@ class Keeps:
     moments: str = "fp32"
     delayed_update: bool = False
     spare: bool = False
+    within: Any = None
+    across: Reducer | None = None
+    gather: str | None = None
+
+    def count_shards(self, workers: int, per_host: int) -> int:
+        """Into how many parts that which is split is split: as many as a group has workers."""
+        if self.within is None:
+            return workers
+        if self.within == "host":
+            size = per_host
+        else:
+            size = self.within if isinstance(self.within, int) else self.within.size()
+        return size if workers % size == 0 else workers
 
     @classmethod
     def as_set(cls, strategy: object, **known: Any) -> Keeps:
@@ -179,7 +192,9 @@ class Pattern:
     in_every_window: settings under which the method exchanges in each window, to measure an exchange in few steps.
     convergence: the effect on training, if these settings decide about it; None: what the method's FACTS say.
     one_host, even_world: it needs all workers on one host, or an even number of them.
-    gathers: how often a window gathers the parameters, which are split over the workers; 0: every worker has all.
+    gathers: how often a window gathers the parameters, which are split over the workers (or over those of a group, see
+        `Keeps.within`); 0: every worker has all.
+    gathered: bytes that are sent for each byte of them: less than 1 if they travel in fewer bits.
     hears: of neighbours: `hears(exchange, rank, workers).heard` are the ranks whose models a rank gets. `rank` may be
         an array of ranks.
     next_door: neighbours are the ranks before and after, so that few models leave a host.
@@ -200,6 +215,7 @@ class Pattern:
     one_host: bool = False
     even_world: bool = False
     gathers: int = 0
+    gathered: float = 1.0
     hears: Callable[..., Any] | None = None
     next_door: bool = False
     bits: int | None = None

@@ -81,3 +81,9 @@ def _find_uncopied(error: Exception) -> Any:
             found = trace.tb_frame.f_locals["x"]
         trace = trace.tb_next
     return found
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module itself, where torch.compile has put another around it."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model

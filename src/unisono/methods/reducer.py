@@ -83,6 +83,8 @@ class Reducer(NamedTuple):
     codec: how it writes numbers as bytes, where it does so alone (for pushes to a server).
     noise: an unbiased method's bound on E|sent - input|^2 / |input|^2; from 1 on, feedback around it may grow.
     apart: it reduces `bucket.lines`, so that large tensors may have memory of their own.
+    shard_codec: how it writes a part of a line by itself, for `zero` (None: as `codec` does). If it has a memory, who
+        calls keeps what that leaves out.
     """
 
     init: Callable[[Bucket], State]
@@ -96,6 +98,7 @@ class Reducer(NamedTuple):
     codec: Codec | None = None
     noise: float = 0.0
     apart: bool = False
+    shard_codec: Codec | None = None
 
 
 def staged(

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from unisono.background import Handle, SerialQueue
 from unisono.methods.buckets import APART_BYTES, Bucket, group_into_buckets, on_device, view_like
+from unisono.methods.exchange.noise_scale import NoiseScale
 from unisono.methods.exchange.reduction import Reduction, overlap_pays
 from unisono.methods.exchange.windows import BackwardWatcher, TrainableParameters, Window
 from unisono.world import World
@@ -63,6 +64,7 @@ class Exchange(BackwardWatcher):
         self._apart_bytes = APART_BYTES if apart and self._cuda is None else None
         self._is_alone = self._cuda is not None and world.size == 1  # nothing travels: kernels in the program's order
         self._stream = torch.cuda.Stream() if world.has_nccl and any(p.is_cuda for _, p in self.named) else None
+        self.noise: NoiseScale | None = None  # measures own gradients and their mean, of exact exchanges
         self._kept_local = False  # gradients of a no_sync pass are waiting
         self._came: list[str] | None = [] if by_ready else None  # gradients in order, until the ranks agree on it
         self._places: dict[str, int] = {}  # what they agreed on
@@ -242,12 +244,21 @@ class Exchange(BackwardWatcher):
         return True
 
     def _launch(self) -> None:
+        self._run(self._take_next())
+
+    def _take_next(self) -> Callable[[], None]:
+        """What exchanges the next bucket."""
         bucket = self.buckets[self._launched]
         self._launched += 1
         if bucket.apart:  # the memory of all its gradients, those apart too
             apart = [bucket.tensors[k].as_strided((bucket.params[k].numel(),), (1,)) for k in bucket.apart]
             bucket.lines = [bucket.flat, *apart] if bucket.flat.numel() else apart
-        self._run(lambda: self._reduction.begin(bucket, self.channel))
+        if self.noise is not None:
+            if self.noise.is_due:
+                self.noise.add_own(bucket.tensors)
+            if self.noise.keeps_norm:
+                self.noise.add_whole(bucket.tensors)
+        return partial(self._reduction.begin, bucket, self.channel)
 
     def _run(self, job: Callable[[], None]) -> None:
         """On the exchange thread; on the side stream where the device's transport returns at once; alone, here."""
@@ -308,6 +319,10 @@ class Exchange(BackwardWatcher):
         self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
         self._reduction.set_decayed(bool(found[-1]))
         self._reduction.end_window(sparse_values(p for _, p in self.sparse))
+        if self.noise is not None:
+            if self.noise.is_due:
+                self.noise.add_mean(x for bucket in self.buckets for x in bucket.tensors)
+            self.noise.end_window()
         anywhere = iter(found)
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.tensors, strict=True):
@@ -325,26 +340,33 @@ class Exchange(BackwardWatcher):
         """Exchange the last bucket, and wait for all that is under way; what some rank used, and whether a learning
         rate fell on one."""
         flags, carried = torch.tensor(used, dtype=torch.uint8), False
+        jobs: list[Callable[[], None]] = []
         if self.buckets:
             last = self.buckets[-1]
             if carried := last.flat.numel() > last.layout.numel:
                 flags = last.flat[last.layout.numel :].copy_(flags)
-            self._launch()
-        self._run(self._reduction.drain)
+            jobs.append(self._take_next())
+        jobs.append(self._reduction.drain)
+        if self._is_alone or self._stream is not None:
+            while jobs:
+                self._run(jobs.pop(0))
         if self._is_alone:
             self._tail(used)
             return used
         found: list[int] = []
 
         def agree() -> None:
+            for job in jobs:
+                job()
             if not carried:
                 self.channel.all_reduce(flags, "max", tag="used").wait()
             found.extend(flags.tolist())
             self._tail(found)
 
-        self._handles.append(self._on_lane(agree))
-        for handle in self._handles:
-            handle.wait()
+        if self._cuda is not None or not self._lane.try_run(agree):  # at once, if nothing else is under way
+            self._handles.append(self._on_lane(agree))
+            for handle in self._handles:
+                handle.wait()
         return found
 
     def _tail(self, anywhere: list[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,19 @@ class Residual(NamedTuple):
         """All that was kept back of a parameter; None where that is nothing."""
         found = [x for path, x in self.local.get(name, {}).items() if _key(path) == "residual"]
         return torch.stack(found).sum(0) if found else None
+
+
+class OwnPart(Protocol):
+    """State that belongs to this rank's place in its world: another world, or another method, drops it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """It, for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Take it from a checkpoint of a world of this size."""
+
+    def describe_loss(self) -> str:
+        """What is lost if it is dropped; "": nothing."""
 
 
 def _key(path: str) -> str:

@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.launchers.runtime.frames import warn_user
+from unisono.methods.joined_optimizers import members_of
 from unisono.world import World
 
 Hook = TypeVar("Hook")
 Begin = Callable[[Optimizer, Any, dict[str, Any]], Any]
+End = Callable[[Optimizer], None]
 _ATTRIBUTE = "_unisono_step_hooks"
 
 
@@ -65,6 +67,24 @@ class Windows:
         self._passes = 0  # of this window so far
         self._local = False  # inside no_sync
         self.window = Window.OPEN
+        self._stepped_by: list[Optimizer] = []  # with the window that ended last
+
+    def join(self, optimizer: Optimizer) -> None:
+        """One of several optimizers is about to step: the window that ended last is its own too, unless it has stepped
+        with that one."""
+        stepped = any(other is optimizer for other in self._stepped_by)
+        if self.window is Window.STEPPED and not stepped:
+            self.window = Window.ENDED
+        else:
+            self._stepped_by = []
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """It has stepped; `after_step` follows."""
+        self._stepped_by = [*(other for other in self._stepped_by if other is not optimizer), optimizer]
+
+    def count_steps(self) -> int:
+        """How many optimizers have stepped with the window that ended last."""
+        return len(self._stepped_by)
 
     def begin_step(self) -> None:
         """The optimizer's code runs next. A method calls this that must know whether a step has broken off."""
@@ -348,13 +368,13 @@ class StepHooks:
             setattr(optimizer, _ATTRIBUTE, found)
         return found
 
-    def watch(self, begin: Begin | None, end: Callable[[], None]) -> Watcher:
+    def watch(self, begin: Begin | None, end: End) -> Watcher:
         """Call `begin` before every step, with what a pre-hook of torch gets and returns, and `end` after it."""
         optimizer = self._optimizer()
         if not self._handles and optimizer is not None:
             self._handles = [
                 optimizer.register_step_pre_hook(self._begin),
-                optimizer.register_step_post_hook(lambda *_: self._end()),
+                optimizer.register_step_post_hook(lambda stepped, *_: self._end(stepped)),
             ]
         watcher = Watcher(self, begin, end)
         self._watchers.append(watcher)
@@ -382,12 +402,12 @@ class StepHooks:
             self._running = False
         return changed
 
-    def _end(self) -> None:
+    def _end(self, optimizer: Optimizer) -> None:
         self._running = True
         try:
             for watcher in list(self._watchers):  # one that comes meanwhile has not seen this step begin
                 if watcher in self._watchers:
-                    watcher.end()
+                    watcher.end(optimizer)
         finally:
             self._running = False
 
@@ -395,7 +415,7 @@ class StepHooks:
 class Watcher:
     """What is called, and until when."""
 
-    def __init__(self, hooks: StepHooks, begin: Begin | None, end: Callable[[], None]) -> None:
+    def __init__(self, hooks: StepHooks, begin: Begin | None, end: End) -> None:
         self._hooks, self.begin, self.end = hooks, begin, end
 
     def remove(self) -> None:
@@ -403,14 +423,19 @@ class Watcher:
         self._hooks.leave(self)
 
 
+def watch_steps(optimizer: Optimizer, begin: Begin | None, end: End) -> list[Watcher]:
+    """`StepHooks.watch` of an optimizer, or of each of several that were joined: both are given the one that steps."""
+    return [StepHooks.of(member).watch(begin, end) for member in members_of(optimizer)]
+
+
 # An optimizer that was made anew after `un.parallel`: the one that the replica knows never steps ----------------------
 
 
 class _Followed:
-    """The optimizer of a replica, and who else steps its parameters."""
+    """The optimizers of a replica, and who else steps its parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = weakref.ref(optimizer)
+        self.optimizers = [weakref.ref(member) for member in members_of(optimizer)]
         self.params = {id(p): weakref.ref(p) for group in optimizer.param_groups for p in group["params"]}
         self.stepped_by: weakref.ref[Optimizer] | None = None  # since the replica's own last stepped
 
@@ -447,8 +472,9 @@ def _index() -> None:
     global _by_optimizer
     found: dict[int, list[_Followed]] = {}
     for followed in _followed.values():
-        if (optimizer := followed.optimizer()) is not None:
-            found.setdefault(id(optimizer), []).append(followed)
+        for optimizer in (ref() for ref in followed.optimizers):
+            if optimizer is not None:
+                found.setdefault(id(optimizer), []).append(followed)
     _by_optimizer = found
 
 
@@ -456,7 +482,7 @@ def _notice_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step. One that wraps the replica's own, or is wrapped by it, steps in turn with it."""
     own = False
     for followed in _by_optimizer.get(id(optimizer), ()):
-        if followed.optimizer() is optimizer:
+        if any(ref() is optimizer for ref in followed.optimizers):
             followed.stepped_by, own = None, True
     if own or not _followed:
         return

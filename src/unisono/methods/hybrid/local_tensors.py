@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unisono.methods.exchange.windows import StepHooks
+from unisono.methods.exchange.windows import watch_steps
 from unisono.methods.strategy import Replica
 from unisono.world import World
 
@@ -187,14 +187,14 @@ class Copies:
         by_gradients = unsent is not None and unsent.unit == "gradients"
         is_exact = replica.sharded_state() is not None or (by_gradients and reducer is not None and reducer.exact)
         self._takes_gradients = by_gradients and not is_exact
-        self._watcher: Any = None
+        self._watchers: list[Any] = []
         if not by_gradients and not is_exact:
-            self._watcher = StepHooks.of(replica.optimizer).watch(None, self.agree_on_values)
+            self._watchers = watch_steps(replica.optimizer, None, lambda _: self.agree_on_values())
 
     def close(self) -> None:
         """Stop watching the optimizer: another replica takes this one's place."""
-        if self._watcher is not None:
-            self._watcher.remove()
+        for watcher in self._watchers:
+            watcher.remove()
 
     def agree_on_gradients(self) -> None:
         """Called at the end of a window: take the mean of the copies' gradients."""

@@ -8,7 +8,6 @@ anchors) goes over where the tensor and pipeline axes are the same; elsewhere it
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from unisono.launchers.runtime.frames import warn_user
 from unisono.methods.hybrid.local_tensors import Split, find_split
 from unisono.methods.strategy import Replica
 from unisono.training.checkpoint import ModelPart
-from unisono.training.checkpoint.slices import Piece, Span, Stored
+from unisono.training.checkpoint.slices import Piece, Span, Stored, list_runs
 
 if TYPE_CHECKING:
     from unisono.methods.hybrid.axes import Mesh
@@ -61,6 +60,11 @@ class MeshState:
     def model_part(self) -> ModelPart:
         """No part of the model stands for the whole: it is saved in pieces."""
         return ModelPart()
+
+    @property
+    def optimizer_names(self) -> list[str]:
+        """The names of the optimizer's parameters, by their numbers."""
+        return [name for group in self._groups for name in group]
 
     # What all ranks know ---------------------------------------------------------------------------------------------
 
@@ -299,26 +303,9 @@ def _read_all(value: Any) -> Any:
 # A part of a tensor, in the order of the whole -----------------------------------------------------------------
 
 
-def _list_runs(split: Split) -> tuple[int, list[int]]:
-    """The part as runs of one length that lie together in the whole: that length, and where each begins."""
-    local, offset = split.block
-    full = split.shape
-    if math.prod(local) == 0:
-        return 0, []
-    last = len(full) - 1  # the outermost dimension from which on runs lie together
-    while last > 0 and local[last] == full[last]:
-        last -= 1
-    strides = [math.prod(full[i + 1 :]) for i in range(len(full))]
-    length = math.prod(local[last:]) if local else 1
-    starts = [sum(o * s for o, s in zip(offset, strides, strict=True))]
-    for i in range(last):
-        starts = [start + j * strides[i] for start in starts for j in range(local[i])]
-    return length, starts
-
-
 def spread_piece(piece: Piece, split: Split) -> Piece:
     """A piece of this rank's part, as a piece of the whole."""
-    length, starts = _list_runs(split)
+    length, starts = list_runs(split.shape, *split.block)
     spans = []
     for start, stop, read in piece.spans:
         for run in range(start // length, -(-stop // length)):
@@ -330,7 +317,7 @@ def spread_piece(piece: Piece, split: Split) -> Piece:
 
 def cut_stored(stored: Stored, split: Split) -> Stored:
     """This rank's part of a whole tensor that lies in a checkpoint."""
-    length, starts = _list_runs(split)
+    length, starts = list_runs(split.shape, *split.block)
     spans = [
         Span(run * length, (run + 1) * length, partial(_read_shifted, stored.read, start - run * length))
         for run, start in enumerate(starts)

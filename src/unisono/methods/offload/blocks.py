@@ -246,6 +246,10 @@ class Chunk:
         """Change elements of a line, from `low` on, counted from `start`."""
         raise NotImplementedError
 
+    def freeze(self) -> Chunk:
+        """Its lines as they are now, to be read while it is stepped; not for those on a device."""
+        raise NotImplementedError
+
 
 class MemoryChunk(Chunk):
     """All of a block whose lines are in memory."""
@@ -262,6 +266,9 @@ class MemoryChunk(Chunk):
 
     def write(self, name: str, low: int, values: Tensor) -> None:
         self._lines[name][low : low + values.numel()].copy_(values)
+
+    def freeze(self) -> Chunk:
+        return MemoryChunk({name: line.clone() for name, line in self._lines.items()})
 
 
 @dataclass(eq=False)
@@ -335,7 +342,7 @@ class Block(OptimizerState):
     def names(self) -> list[str]:
         return [*self.dtypes]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, chunks: Sequence[Chunk] | None = None) -> Tensor:
         stop = self._end(start, stop)
         self._check_name(name)
         dtype = self.dtypes[name]
@@ -343,7 +350,7 @@ class Block(OptimizerState):
             found = make_buffer((stop - start) * dtype.itemsize).view(dtype)  # direct I/O needs no copy there
         else:
             found = torch.empty(stop - start, dtype=dtype)
-        spans = list(_overlaps(self.chunks, start, stop))
+        spans = list(_overlaps(self.chunks if chunks is None else chunks, start, stop))
         reads = [c.read(name, low, high, found[c.start + low - start :][: high - low]) for c, low, high in spans]
         for handle in reads:
             handle.wait()
@@ -414,11 +421,18 @@ class Shard(OptimizerState):
     def names(self) -> list[str]:
         return list(dict.fromkeys(["master", *(name for block in self.blocks for name in block.names())]))
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy on the host of elements [start, stop) of a line, in the precision of the master values."""
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, frozen: Mapping[int, Sequence[Chunk]] | None = None
+    ) -> Tensor:
+        """A copy on the host of elements [start, stop) of a line, in the precision of the master values.
+
+        frozen: chunks to be read instead of the blocks' own, by the blocks' indices.
+        """
         stop = self._end(start, stop)
         self._check_name(name)
-        found = [block.read(name, low, high) for block, low, high in _overlaps(self.blocks, start, stop)]
+        frozen = frozen or {}
+        overlaps = _overlaps(self.blocks, start, stop)
+        found = [block.read(name, low, high, frozen.get(block.index)) for block, low, high in overlaps]
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
 
     def scalars(self, at: int | None = None) -> dict[str, Any] | None:

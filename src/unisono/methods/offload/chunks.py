@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.background import Handle
 from unisono.methods.offload.blocks import Block, Chunk
-from unisono.methods.offload.disk import ALIGNMENT, Disk, align
+from unisono.methods.offload.disk import ALIGNMENT, Disk, Region, align
 
 CHUNK_ELEMENTS = 4 << 20  # 48 MB for Adam
 CHUNK_BUFFERS = 5
@@ -26,7 +26,8 @@ class DiskChunk(Chunk):
     def __init__(self, block: Block, start: int, stop: int, buffers: ChunkBuffers) -> None:
         super().__init__(start, stop)
         self._layout, self._dtypes = block.lay_out(stop - start, ALIGNMENT), block.dtypes
-        self.region, self.first = buffers.disk.place(self._layout.numel), block.first
+        self.disk, self.region, self.first = buffers.disk, buffers.disk.place(self._layout.numel), block.first
+        buffers.chunks.append(self)
         self.empty = True
         self.following: DiskChunk | None = None  # of the same block
         self._buffers = buffers
@@ -59,14 +60,54 @@ class DiskChunk(Chunk):
             return Handle.of(into.fill_(self.first.get(name, 0.0)))
         if buffer is not None and buffer.reading is None:
             return Handle.of(into.copy_(self.lines(buffer.memory)[name][low:high]))
+        return self.disk.read(self.find_place(name, low, into.nbytes, self.region), into)
+
+    def find_place(self, name: str, low: int, nbytes: int, region: Region) -> Region:
+        """Where elements of a line are in a region that holds this chunk."""
         begin = self._layout.starts[list(self._dtypes).index(name)] + low * self._dtypes[name].itemsize
-        return self._buffers.disk.read(self.region.slice(begin, into.nbytes), into)
+        return region.slice(begin, nbytes)
+
+    def freeze(self) -> Chunk:
+        return FrozenChunk(self)
 
     def write(self, name: str, low: int, values: Tensor) -> None:
         line = self.lines(self._buffers.open(self))[name]
         line[low : low + values.numel()].copy_(values)
         last = name == "master" and low + values.numel() == self.stop - self.start
         self._buffers.release(self, write=last)
+
+
+class FrozenChunk(Chunk):
+    """A chunk on disk as it is now: to be read by any thread, as long as its `Frozen` is not released."""
+
+    def __init__(self, chunk: DiskChunk) -> None:
+        super().__init__(chunk.start, chunk.stop)
+        self._chunk, self._disk, self._region, self._empty = chunk, chunk.disk, chunk.region, chunk.empty
+
+    def read(self, name: str, low: int, high: int, into: Tensor) -> Handle[Tensor]:
+        if self._empty:
+            return Handle.of(into.fill_(self._chunk.first.get(name, 0.0)))
+        return self._disk.read(self._chunk.find_place(name, low, into.nbytes, self._region), into)
+
+
+class Frozen:
+    """What blocks on disk were at one moment: chunks that are changed later are written to another place."""
+
+    def __init__(self, chunks: Iterable[DiskChunk]) -> None:
+        self.chunks = set(chunks)  # in the place where they were
+        self.left: list[tuple[Disk, Region]] = []  # the places of the others
+        self.blocks: dict[int, list[Chunk]] = {}  # by index: also those of which a part is in memory
+        self.is_over = False
+
+    def freeze(self, block: Block) -> list[Chunk]:
+        """A block's chunks as they are now."""
+        if block.index not in self.blocks:
+            self.blocks[block.index] = [chunk.freeze() for chunk in block.chunks]
+        return self.blocks[block.index]
+
+    def release(self) -> None:
+        """Nobody reads it any more; any thread may call this."""
+        self.is_over = True
 
 
 @dataclass(eq=False)
@@ -94,6 +135,10 @@ class ChunkBuffers:
 
     def __init__(self, disk: Disk, *, buffers: int = CHUNK_BUFFERS, ahead: int = _READ_AHEAD) -> None:
         self.disk = disk
+        self.chunks: list[DiskChunk] = []
+        self._frozen: Frozen | None = None
+        self._other: Disk | None = None  # room for a second copy of everything, once one was frozen
+        self._spare: list[tuple[Disk, Region]] = []
         self._limit, self._ahead = buffers, ahead
         self._buffers: list[_Buffer] = []  # least recently used first
         self._wanted: deque[DiskChunk] = deque()
@@ -158,6 +203,38 @@ class ChunkBuffers:
                 self._finish_write(buffer)
         self.check()
 
+    def freeze(self) -> Frozen:
+        """Keep what is on disk as it is now, without reading it, until that is released. Takes as much room again;
+        `DiskError` if there is none."""
+        self.flush()
+        self._end_freezing()
+        assert self._frozen is None, "another is being read"
+        if self._other is None:
+            self._other = Disk(self.disk.folder, self.disk.nbytes)
+        self._frozen = Frozen(chunk for chunk in self.chunks if not chunk.empty)
+        return self._frozen
+
+    def _end_freezing(self) -> None:
+        if self._frozen is not None and self._frozen.is_over:
+            self._spare += self._frozen.left
+            self._frozen = None
+
+    def _move_away(self, chunk: DiskChunk) -> None:
+        """Before a chunk is written: give it another place, if what is in its place is to stay."""
+        self._end_freezing()
+        if self._frozen is None or chunk not in self._frozen.chunks:
+            return
+        self._frozen.chunks.discard(chunk)
+        self._frozen.left.append((chunk.disk, chunk.region))
+        nbytes = chunk.region.nbytes
+        place = next((one for one in self._spare if one[1].nbytes == nbytes), None)
+        if place is not None:
+            self._spare.remove(place)
+        else:
+            assert self._other is not None
+            place = self._other, self._other.place(nbytes)
+        chunk.disk, chunk.region = place
+
     def _take(self) -> _Buffer:
         """A buffer for another chunk; waits for a write where all are in use."""
         buffer = self._find_spare()
@@ -213,7 +290,7 @@ class ChunkBuffers:
         if chunk.empty:
             chunk.fill(buffer.memory)
         else:
-            buffer.reading = self.disk.read(chunk.region, buffer.bytes())
+            buffer.reading = chunk.disk.read(chunk.region, buffer.bytes())
 
     def _finish_read(self, buffer: _Buffer) -> None:
         reading, buffer.reading = buffer.reading, None
@@ -227,7 +304,8 @@ class ChunkBuffers:
     def _begin_write(self, buffer: _Buffer) -> None:
         assert buffer.chunk is not None
         buffer.error = None
-        buffer.writing = self.disk.write(buffer.chunk.region, buffer.bytes())
+        self._move_away(buffer.chunk)
+        buffer.writing = buffer.chunk.disk.write(buffer.chunk.region, buffer.bytes())
 
     def _finish_write(self, buffer: _Buffer) -> None:
         """Wait for a buffer's write."""

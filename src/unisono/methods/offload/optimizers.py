@@ -3,12 +3,13 @@
 Adam, AdamW, SGD and Adagrad go through torch's fused kernels. Every other elementwise optimizer runs its own `step` on
 a copy of itself that holds the pieces as its parameters.
 
-Who can be stepped in pieces is said here: `WHOLE` names torch's optimizers whose update needs whole tensors,
-`make_rule` tries those that it does not know.
+`WHOLE` names torch's optimizers whose update needs whole tensors; `make_rule` tries those that it does not know. What
+becomes of those that cannot be stepped in pieces, `kinds` says.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
@@ -178,12 +179,15 @@ def _floats(*values: float | Tensor) -> list[float]:
 class OwnRule(Rule):
     """Any elementwise optimizer, by its own `step`. What it keeps is found by trying it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, keeps_attributes: bool = False) -> None:
+        """`keeps_attributes`: what it keeps beside its groups and state stays as it is, whatever a step does."""
         step = type(optimizer).step
         # Without the wrapper that runs the user's hooks: they are for whole steps.
         self._step: Any = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-        self._class = type(optimizer)
+        self.optimizer_class = type(optimizer)
         self._attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups", "step")}
+        if keeps_attributes:
+            self._attributes = {k: _copy_own(v) for k, v in self._attributes.items()}
         self._found: dict[tuple[Any, ...], StateSpec] = {}
 
     def find_state(self, group: Settings) -> StateSpec:
@@ -214,14 +218,14 @@ class OwnRule(Rule):
     def first_state(self, group: Settings, leaf: Tensor) -> dict[str, Any]:
         """The state that the optimizer gives a parameter as it is constructed: mostly none."""
         try:
-            new = self._class([{**group, "params": [leaf]}], **self._attributes["defaults"])
+            new = self.optimizer_class([{**group, "params": [leaf]}], **self._attributes["defaults"])
         except Exception:  # whatever a constructor wants that is not among its defaults
             return {}
         return dict(new.state.get(leaf, {}))
 
     def step(self, group: Settings, leaves: list[torch.nn.Parameter], states: list[dict[str, Any]]) -> dict[str, Any]:
         """One step of a copy of the optimizer that holds these parameters; returns the copy's attributes."""
-        twin = object.__new__(self._class)
+        twin = object.__new__(self.optimizer_class)
         vars(twin).update(self._attributes)
         twin.param_groups = [{**group, "params": leaves}]
         twin.state = defaultdict(dict, zip(leaves, states, strict=True))
@@ -281,6 +285,13 @@ def _copy(scalars: Scalars) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
 
 
+def _copy_own(value: Any) -> Any:
+    """A copy of a small tensor or of a container; what is in a container may be the model, and is shared."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.numel() <= 1 else value
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
 def _make_refusal(name: str, reason: str) -> ValueError:
     return ValueError(
         f"{name} cannot be stepped in pieces on the host: {reason}. Use an optimizer that treats every element alone "
@@ -293,7 +304,7 @@ _SHAPE, _CUT = (4, 6), 7  # a small matrix, and where its line is cut in two
 
 def _try(rule: OwnRule, group: Settings) -> StateSpec:
     """Step a small matrix, and the same numbers as two lines: the results must agree. Returns what was kept."""
-    name = rule._class.__name__
+    name = rule.optimizer_class.__name__
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
     grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) * size for size in (1.0, 100.0, 0.01)]
@@ -323,7 +334,7 @@ def _run_steps(rule: OwnRule, group: Settings, start: Tensor, grads: Sequence[Te
         given = dict(group)
         after = rule.step(given, [leaf], [state])
         if _find_numbers(after) != before or _find_numbers(after["param_groups"][0]) != _find_numbers(group):
-            raise _make_refusal(rule._class.__name__, "it changes its own settings as it steps")
+            raise _make_refusal(rule.optimizer_class.__name__, "it changes its own settings as it steps")
     lines = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == leaf.shape}
     first = {k: 0.0 if opening.get(k) is None else float(opening[k].flatten()[0]) for k in lines}
     return leaf.detach(), StateSpec(first, tuple(k for k in state if k not in lines))

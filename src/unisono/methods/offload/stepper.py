@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from unisono.methods.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk, Run, Shard, Spans
-from unisono.methods.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, bytes_on_disk, place_on_disk
-from unisono.methods.offload.disk import Disk
+from unisono.methods.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, Frozen, bytes_on_disk, place_on_disk
+from unisono.methods.offload.disk import Disk, DiskError
 from unisono.methods.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
 from unisono.methods.offload.optimizers import GroupStep, Rule, Settings, make_rule, read_settings
 
@@ -191,6 +191,14 @@ class Stepper:
         with self._lock:
             if self.buffers is not None:
                 self.buffers.flush()
+
+    def freeze(self) -> Frozen | None:
+        """Keep what is on disk as it is now (see `ChunkBuffers.freeze`); None if there is no room for that."""
+        with self._lock:
+            try:
+                return None if self.buffers is None else self.buffers.freeze()
+            except DiskError:
+                return None
 
     def close(self) -> None:
         """End the threads. The disk stays open: whoever made it closes it."""

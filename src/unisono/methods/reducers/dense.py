@@ -23,7 +23,8 @@ def dense() -> Reducer:
     """
 
     def reduce(bucket: Bucket, state: State, world: World) -> tuple[Reduced, State]:
-        world.all_reduce(bucket.lines, "mean", tag=bucket.tag).wait()
+        lines = bucket.lines
+        world.all_reduce(lines if len(lines) > 1 else lines[0], "mean", tag=bucket.tag).wait()
         return Reduced(bucket.tensors), state
 
     return Reducer(lambda bucket: {}, reduce, exact=True, apart=True)

@@ -77,7 +77,10 @@ def error_feedback(inner: Reducer) -> Reducer:
         state["residual"] = kept
         return Reduced(reduced.mean, partial(_find_sent, bucket, before, kept), reduced.overflow), state
 
-    return staged(init, stages, memory=True, exact=inner.exact, sends=inner.sends, check=inner.check)
+    shard_codec = inner.codec or inner.shard_codec
+    return staged(
+        init, stages, memory=True, exact=inner.exact, sends=inner.sends, check=inner.check, shard_codec=shard_codec
+    )
 
 
 def _add(flat: Tensor, residual: Tensor, p: Tensor) -> None:

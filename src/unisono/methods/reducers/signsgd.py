@@ -66,7 +66,7 @@ def signsgd(*, seed: int = 0) -> Reducer:
         fast = on_cuda(bucket) if not _shares_pay(signs, line.numel(), size) else None
         if fast is not None:
             yield from _vote_on_cuda(fast, bucket, source, flipped, world)
-            return Reduced(bucket.tensors), after
+            return _scale(bucket), after
         means = signs.average_magnitudes(line)
         weights = torch.where(torch.isfinite(means), (means != 0).float(), torch.nan)
         tally = choose_line(bucket)
@@ -89,7 +89,7 @@ def signsgd(*, seed: int = 0) -> Reducer:
             for x, outcome in zip(split_shares(tally, size), gathering.wait(), strict=True):
                 x.copy_(_unpack_outcome(outcome)[: x.numel()])
         put(tally, bucket)
-        return Reduced(bucket.tensors), after
+        return _scale(bucket), after
 
     def sends(bucket: Bucket, size: int) -> int:
         signs, n = messages_of(bucket), bucket.flat.numel()
@@ -124,6 +124,13 @@ def _vote_on_cuda(
         put(line, bucket)
 
     fast.graphs.run("decode", lasting, decode)
+
+
+def _scale(bucket: Bucket) -> Reduced:
+    """The outcome, multiplied by AMP's loss scale: a GradScaler divides by it."""
+    if bucket.scale != 1:
+        bucket.flat.mul_(bucket.scale)
+    return Reduced(bucket.tensors)
 
 
 def _shares_pay(signs: Signs, n: int, size: int) -> bool:

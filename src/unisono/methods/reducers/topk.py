@@ -20,8 +20,10 @@ from unisono.methods.buckets import Bucket
 from unisono.methods.checks import AtLeast, Range, check_setting, validate
 from unisono.methods.facts import Convergence, Example, Facts, Sizes
 from unisono.methods.kernels.graphs import Graphs
+from unisono.methods.kernels.noise import Noise
 from unisono.methods.kernels.select import Plan, Segment, count_kept, narrow_to, select_top, spread
 from unisono.methods.reducer import (
+    Codec,
     Reduced,
     Reducer,
     SpareLines,
@@ -179,7 +181,33 @@ def topk(
         each = bucket.flat.element_size() + 4
         return (size - 1) * work.find_plan(options.k).total * each + all_reduce_bytes(full, size)
 
-    return staged(init, stages, memory=options.feedback, sends=sends, check=_check_momentum if momentum else None)
+    plain = not (momentum or clip is not None or ramp)
+    return staged(
+        init,
+        stages,
+        memory=options.feedback,
+        sends=sends,
+        check=_check_momentum if momentum else None,
+        shard_codec=_make_codec(float(k)) if plain else None,
+    )
+
+
+def _make_codec(k: float) -> Codec:
+    """The largest of a line by itself: their values in float32, then their places."""
+
+    def encode(x: Tensor, _: Noise) -> Tensor:
+        line, count = x.detach().float(), count_kept(k, len(x))
+        code = torch.empty(8 * count, dtype=torch.uint8, device=x.device)
+        values, places = code[: 4 * count].view(torch.float32), code[4 * count :].view(torch.int32)
+        select_top(Plan([Segment(0, len(x), count)]), line, None, line, values, places)
+        return code
+
+    def decode(code: Tensor, n: int) -> Tensor:
+        values, places = code.chunk(2)
+        line = torch.zeros(n, dtype=torch.float32, device=code.device)
+        return line.index_copy_(0, places.view(torch.int32).long(), values.view(torch.float32))
+
+    return Codec(encode, decode, lambda n: 8 * count_kept(k, n))
 
 
 def _phases(work: _Workspace, bucket: Bucket, state: State, options: _Options, world: World) -> Stages:

@@ -26,9 +26,10 @@ from unisono.methods.exchange.windows import TrainableParameters
 from unisono.methods.reducer import Reducer
 from unisono.methods.reducers.dense import dense
 from unisono.methods.strategy import Change, ModelPart, PeriodicReplica, share
+from unisono.methods.strategy.averages import AveragedValues, Source
 from unisono.methods.strategy.mistakes import SameData
 from unisono.methods.strategy.program_writes import Written
-from unisono.methods.strategy.replica import share_buffers, take_weighted_mean
+from unisono.methods.strategy.sharing import share_buffers, take_weighted_mean
 from unisono.world import World
 from unisono.world.operations import put_back
 
@@ -174,6 +175,24 @@ class Rounds(ABC):
     @abstractmethod
     def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
         """Take it, from a checkpoint or from the rank that all go on from in a new world."""
+
+
+class AgreedValues(AveragedValues):
+    """The anchors: an average of the weights is that of the model which all ranks agree on, after every window. Between
+    two exchanges that model stands still, and counts once a window."""
+
+    replica: AnchoredReplica
+
+    def sources(self) -> list[Source]:
+        anchors: dict[Tensor, tuple[dict[str, Tensor], str]] = {
+            param: (f.anchors, name) for f in self.replica.fragments for name, param in f.params.items()
+        }
+
+        def follow(param: Tensor) -> Callable[[], Tensor] | None:
+            known, name = anchors.get(param, ({}, ""))
+            return (lambda: known.get(name, param).detach()) if name else None
+
+        return [self.whole(name, param, follow(param)) for name, param in self.named_parameters()]
 
 
 class AnchoredReplica(PeriodicReplica):
@@ -407,6 +426,10 @@ class AnchoredReplica(PeriodicReplica):
     def model_part(self) -> ModelPart:
         found: dict[Tensor, float] = {f.params[n]: self.weight(f.index) for f in self.fragments for n in f.live}
         return ModelPart(weights=found | dict.fromkeys(self.model.buffers(), self.weight(0)))
+
+    @property
+    def averaged_values(self) -> AveragedValues:
+        return AgreedValues(self)
 
     def shared_state(self) -> dict[str, Any]:
         """Anchors are left out where they are the model's parameters, bit by bit, on every rank."""

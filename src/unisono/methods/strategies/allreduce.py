@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from unisono.methods.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
 from unisono.methods.checks import Note
+from unisono.methods.exchange.noise_scale import NoiseScale
 from unisono.methods.exchange.overlap import Exchange, split_sparse
 from unisono.methods.exchange.reduction import Reduction, check_real, overlap_pays
 from unisono.methods.exchange.windows import count_windows
@@ -87,7 +88,7 @@ class AllReduceReplica(Replica):
         check_real(self.reducer, dense_ones)
         if self.reducer.exact:
             self._probe = GradientProbe(self.model.parameters(), self.world)
-        apart = self.reducer.apart and self.world.reads_peers
+        apart = self.reducer.apart and self.world.takes_parts
         self.windows = Exchange(
             dense_ones,
             sparse_ones,
@@ -100,6 +101,7 @@ class AllReduceReplica(Replica):
             by_ready=self.strategy.order == "ready",
             apart=apart,
         )
+        self.noise = self.windows.noise = NoiseScale(self.world) if self.reducer.exact else None
         self.reduction.warn_if_more_than_dense(self.world)
 
     def _find_bucket_bytes(self, apart: bool) -> int:

@@ -256,6 +256,10 @@ class AsyncAverageReplica(PeriodicReplica):
 
     strategy: async_average
     own_models = own_optimizer = True
+    no_average = (
+        "the mean of the models is taken behind the program, between any two steps. Use local_sgd or gossip, which "
+        "meet after a step"
+    )
     slow_ranks = "ignore"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: async_average) -> None:

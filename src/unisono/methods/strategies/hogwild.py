@@ -65,6 +65,10 @@ class HogwildReplica(PeriodicReplica):
 
     strategy: hogwild
     slow_ranks = "ignore"
+    no_average = (
+        "the workers step one memory without waiting for each other, so that no two have the same model after a step. "
+        "Use shared, which has one model for all workers of a host too, or allreduce"
+    )
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: hogwild) -> None:
         self._shared: list[Tensor] = []  # views of the memory of all, one for each parameter

@@ -20,6 +20,7 @@ from unisono.methods.exchange.overlap import Exchange
 from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.exchange.windows import count_windows
 from unisono.methods.facts import Convergence, Example, Facts
+from unisono.methods.joined_optimizers import refuse_several
 from unisono.methods.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.methods.spec import build
 from unisono.methods.strategy import Accumulate, BucketBytes, Change, Pattern, Replica, Residual, Strategy
@@ -77,6 +78,7 @@ class qadam(Strategy):
         return (after - self.refresh * (interval - 1)) % interval == 0
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
+        refuse_several(optimizer, "qadam", "it takes over the step of one Adam, whose momenta it exchanges")
         if type(optimizer) not in (Adam, AdamW):
             raise TypeError(
                 f"qadam takes over the step of torch.optim.Adam or AdamW, got {type(optimizer).__name__}: make one of "

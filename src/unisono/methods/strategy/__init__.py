@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from unisono.methods.facts import Keeps, Pattern
+from unisono.methods.strategy.averages import Average, average
 from unisono.methods.strategy.binding import parallel
+from unisono.methods.strategy.change import Change
 from unisono.methods.strategy.changing import ChangingReplica
 from unisono.methods.strategy.healing import follow
 from unisono.methods.strategy.periodic import PeriodicReplica
 from unisono.methods.strategy.replica import (
     Accumulate,
     BucketBytes,
-    Buffers,
-    Change,
     Replica,
     Residual,
     Strategy,
     bound_parameters,
-    share,
-    share_buffers,
-    take_weighted_mean,
 )
+from unisono.methods.strategy.sharing import Buffers, share, share_buffers, take_weighted_mean
 from unisono.training.checkpoint import ModelPart
 
 __all__ = [
     "Accumulate",
+    "Average",
     "BucketBytes",
     "Buffers",
     "Change",
@@ -35,6 +34,7 @@ __all__ = [
     "Replica",
     "Residual",
     "Strategy",
+    "average",
     "bound_parameters",
     "follow",
     "parallel",

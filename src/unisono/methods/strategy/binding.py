@@ -9,17 +9,21 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from unisono.launchers.runtime.variables import read_observer_module
+from unisono.methods.joined_optimizers import check_members, join_optimizers, members_of
 from unisono.methods.spec import SpecError, build, describe
 from unisono.methods.strategy.healing import Healing
+from unisono.methods.strategy.loss_scale import follow_scaler
 from unisono.methods.strategy.mistakes import refuse_split, refuse_wrapped
-from unisono.methods.strategy.replica import Replica, Strategy, bound_parameters, share
+from unisono.methods.strategy.outliers import Outliers
+from unisono.methods.strategy.replica import Replica, Strategy, bound_parameters
+from unisono.methods.strategy.sharing import share
 from unisono.observe.runs import recording
 from unisono.observe.runs.recorder import Facts
 from unisono.world import World, join
@@ -38,15 +42,23 @@ observer: Observer | None = None  # binds instead (`unisono memory`)
 
 def parallel(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     strategy: str | Strategy = "allreduce",
     *,
     world: World | ProcessGroup | DeviceMesh | None = None,
+    skip_outliers: float | None = None,
     **settings: Any,
 ) -> Replica:
     """Train `model` together with the other ranks of `world`; the loop stays as it is.
 
+    `optimizer` may be a list, of optimizers that hold each trainable parameter once: [muon, adamw]. The loop steps each
+    of them, in any order, one less often than another if it likes.
+
     `world` may be a process group of torch.distributed, or one dimension of a DeviceMesh: `mesh["data"]`.
+
+    `skip_outliers=10` skips a step, on all ranks, if the gradient norm or the loss of one rank alone is not finite or
+    more than ten times that of the others and of before; a warning and the record name the rank and its samples. It
+    costs a pass over the gradients, and a message of 24 bytes, a step.
 
     `strategy` is a spec such as "allreduce(accumulate=4)" or an object; `settings` override its fields.
     The model stays the same module. Rank 0's parameters and buffers become everyone's. With UNISONO_STRATEGY in the
@@ -61,7 +73,7 @@ def parallel(
     built = build(strategy, kind="strategy")
     if settings:
         built = _with_settings(built, settings)
-    check(model, optimizer)
+    optimizer = check(model, optimizer)
     world = as_world(world) if world is not None else join()
     built = _override(built, world)
     watching, module = observer, read_observer_module()
@@ -70,7 +82,11 @@ def parallel(
     if watching is not None:
         return watching(model, optimizer, built, world)
     replica = bind_for(model, optimizer, built, world)
+    follow_scaler(replica)
     _record(replica, built, world)
+    if skip_outliers is not None:  # after the recorder, which may be the one to see losses
+        at_work = getattr(replica, "inner", replica)
+        at_work.outliers = Outliers(at_work, skip_outliers)
     return replica
 
 
@@ -144,12 +160,12 @@ def _with_settings(strategy: Strategy, settings: dict[str, Any]) -> Strategy:
     return changed
 
 
-def check(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse a model without trainable parameters, already bound or wrapped, and an optimizer that holds others."""
+def check(model: nn.Module, given: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """Refuse a model without trainable parameters, already bound or wrapped, and optimizers that hold others, or one
+    parameter twice. Returns the optimizer, or several as one."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    optimizer = join_optimizers(given)
     refuse_wrapped(model)
     names = {param: name for name, param in model.named_parameters()}
     if not any(param.requires_grad for param in names):
@@ -165,8 +181,9 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
             f"{tuple(foreign[0].shape)}: make it from model.parameters() of the same model, after moving the "
             "model to its device"
         )
+    check_members(optimizer, names)
     if not bound_parameters(names):
-        return
+        return optimizer
     gc.collect()  # a replica that nobody holds any more, but its own hooks, watches nothing
     bound = bound_parameters(names)
     if bound:  # their gradients would be exchanged twice
@@ -174,6 +191,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
             f"{len(bound)} parameter(s) of the model, the first {bound[0]!r}, are already trained by another "
             "replica: call close() on that one first, or give un.parallel one module that holds both"
         )
+    return optimizer
 
 
 def _describe_all(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:
@@ -208,6 +226,7 @@ def _description(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
         yield f"parameter {name}: {str(x.dtype).removeprefix('torch.')} {list(x.shape)}{order}{frozen}"
     for name, buffer in model.named_buffers():
         yield f"buffer {name}: {str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
-    for i, group in enumerate(optimizer.param_groups):
-        plain = [f"{k}={v!r}" for k, v in group.items() if isinstance(v, bool | int | float | str | tuple)]
-        yield f"optimizer: {type(optimizer).__name__}, group {i} of {len(group['params'])} tensors, {', '.join(plain)}"
+    for member in members_of(optimizer):
+        for i, group in enumerate(member.param_groups):
+            plain = [f"{k}={v!r}" for k, v in group.items() if isinstance(v, bool | int | float | str | tuple)]
+            yield f"optimizer: {type(member).__name__}, group {i} of {len(group['params'])} tensors, {', '.join(plain)}"

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unisono.methods.buckets import load_optimizer
 from unisono.methods.exchange.reduction import Residual
-from unisono.methods.exchange.windows import StepHooks
+from unisono.methods.exchange.windows import watch_steps
 from unisono.methods.spec import build, describe
+from unisono.methods.strategy.outliers import Outliers
 from unisono.methods.strategy.program_writes import digest
 from unisono.methods.strategy.replica import Replica, Strategy
 from unisono.observe.runs import recording
@@ -38,7 +40,7 @@ class ChangingReplica(Replica):
         # Replica's own would watch the optimizer and the model a second time.
         self.inner, self.strategy = inner, strategy
         self._between_steps = between_steps
-        self._hook: Any = None
+        self._hooks_after: list[Any] = []
         self._follow_inner()
 
     def change(self, strategy: str | Strategy) -> None:
@@ -48,16 +50,24 @@ class ChangingReplica(Replica):
     def replace(self, make: Callable[[], Replica]) -> None:
         """Put what `make` gives in the place of `inner`, which `make` has closed."""
         healing = self.inner.healing
+        average = self.inner.weight_average
         self.inner = make()
         self.inner.healing = healing
+        if average is not None and self.inner.weight_average is None:
+            average.move(self.inner)
         self._follow_inner()
         recording.note_method(self.world, self.inner.not_measured, bytes_by_formula=self.inner.bytes_by_formula)
 
     def _follow_inner(self) -> None:
         """Be called after `inner`: in the order in which they came."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = StepHooks.of(self.inner.optimizer).watch(None, self._between_steps)
+        for hook in self._hooks_after:
+            hook.remove()
+        self._hooks_after = watch_steps(self.inner.optimizer, None, self._on_inner_stepped)
+
+    def _on_inner_stepped(self, _: Optimizer) -> None:
+        """Not between the steps of several optimizers with one window: these belong together."""
+        if self.inner.is_stepped:
+            self._between_steps()
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # it is about to be made
@@ -84,9 +94,9 @@ class ChangingReplica(Replica):
         return new
 
     def close(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks_after:
+            hook.remove()
+        self._hooks_after = []
         self.inner.close()
 
 
@@ -112,6 +122,10 @@ def switch(replica: Replica, strategy: str | Strategy) -> Replica:
     built: Strategy = build(strategy, kind="strategy")
     world, model = replica.world, replica.model
     _agree(describe(built), replica.step, world)
+    average = replica.weight_average
+    if average is not None:
+        average.leave()
+        average.agree()
     consolidated = replica.consolidate()
     unsent = replica.unsent()
     replica.restore()
@@ -124,6 +138,10 @@ def switch(replica: Replica, strategy: str | Strategy) -> Replica:
         new.step = replica.step
         if unsent is not None:
             _hand_over(unsent, new)
+        if replica.outliers is not None:
+            new.outliers = Outliers(new, replica.outliers.times)
+        if average is not None:
+            average.move(new)
     except BaseException:
         if new is not None:
             new.restore()
@@ -173,7 +191,7 @@ def _hand_over(unsent: Residual, new: Replica) -> None:
 
 
 @torch.no_grad()
-def _average_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None:
+def _average_optimizer(optimizer: Optimizer, world: World) -> None:
     """Momenta that differ between ranks become their mean: ranks with one model and other momenta would part."""
     if world.size == 1:
         return

@@ -16,7 +16,6 @@ source until it has got there.
 from __future__ import annotations
 
 import copy
-import gc
 import sys
 import weakref
 from collections import Counter
@@ -24,19 +23,21 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono import rng
 from unisono.launchers.runtime import faults
 from unisono.launchers.runtime.frames import warn_user
 from unisono.launchers.runtime.membership import Assignment
+from unisono.methods.exchange.windows import Window
 from unisono.methods.strategy.replica import Replica
+from unisono.methods.strategy.schedules import find_schedules, take_plain
 from unisono.world import PeerLost, World, join
 from unisono.world.elastic import Batches, Elastic
 from unisono.world.operations import put_back
 
-_FURTHEST = ("commits", "calls", "passes")  # of ranks that differ by one exchange: how far each has come
+# Of ranks that differ by one exchange: how far each has come. One that was moved has no counters of its own to tell.
+_FURTHEST = ("commits", "calls", "passes", "told")
 MOST_ATTEMPTS = 5  # of the same processes to form a world
 
 
@@ -86,6 +87,8 @@ class _Kept:
 
     def __init__(self, replicas: list[Replica]) -> None:
         tensors = [t for replica in replicas for t in (*replica.model.parameters(), *replica.model.buffers())]
+        self._averages = [(a, a.steps, a.updates) for one in replicas if (a := one.weight_average) is not None]
+        tensors += [t for average, *_ in self._averages for t in average.held.values()]
         self._tensors = [(t, t.detach().clone()) for t in tensors]
         self._replicas = [
             (replica, replica.step, copy.deepcopy(replica.optimizer.state_dict())) for replica in replicas
@@ -95,6 +98,8 @@ class _Kept:
     def restore(self) -> None:
         for tensor, saved in self._tensors:
             tensor.copy_(saved)
+        for average, steps, updates in self._averages:
+            average.steps, average.updates = steps, updates
         for replica, step, state in self._replicas:
             replica.step = step
             replica.optimizer.load_state_dict(state)
@@ -148,7 +153,7 @@ class Healing:
         self.world, self.elastic = world, elastic
         self._replicas: list[weakref.ref[Replica]] = []
         ours = sys.modules["unisono"].__version__
-        self._descriptions: list[str] = [f"unisono {ours}, torch {torch.__version__}"]
+        self.descriptions: list[str] = [f"unisono {ours}, torch {torch.__version__}"]
         self.followed = _followed.setdefault(world, Followed())
         self.commits = 0  # optimizer steps that are part of the model, of all replicas
         self._positions: dict[str, list[int]] = {}  # of the shards that were trained on, at the last of these
@@ -159,6 +164,7 @@ class Healing:
         self._is_moved = False  # this is one of them: it was behind, and has the source's model
         self._source = 0
         self._is_late = False  # this is one of them, and its program has still to come to where the others are
+        self._given_up_with: list[Optimizer] = []  # in whose steps the window was given up, till the next batch
         self._is_stepping = True  # else the optimizer's step under way is of a window that was given up
         self._counted: tuple[list[int], int] = [], 0  # windows of each replica, and of the ledger, at the last of these
         self._is_member = not elastic.is_joining
@@ -183,7 +189,7 @@ class Healing:
     def add(self, replica: Replica, description: list[str]) -> None:
         """Another replica in this world; `description`: what must be the same on every rank."""
         self._replicas.append(weakref.ref(replica))
-        self._descriptions += description
+        self.descriptions += description
         replica.healing = self
 
     # What is there -----------------------------------------------------------------------------------------------
@@ -198,15 +204,15 @@ class Healing:
 
     def _find_schedules(self) -> list[Any]:
         """The learning-rate schedules of their optimizers, in an order that is the same on every rank."""
-        return [schedule for replica in self.replicas() for schedule in _find_schedules(replica.optimizer)]
+        return [schedule for one in self.replicas() for member in one.members for schedule in find_schedules(member)]
 
     def read_schedules(self) -> dict[str, Any]:
         """The state of the schedules, and the learning rates that they have set."""
         return {
-            "schedules": [_plain(schedule.state_dict()) for schedule in self._find_schedules()],
+            "schedules": [take_plain(schedule.state_dict()) for schedule in self._find_schedules()],
             "groups": [
-                [_plain({k: v for k, v in group.items() if k != "params"}) for group in replica.optimizer.param_groups]
-                for replica in self.replicas()
+                [take_plain({k: v for k, v in group.items() if k != "params"}) for group in one.optimizer.param_groups]
+                for one in self.replicas()
             ],
         }
 
@@ -223,21 +229,26 @@ class Healing:
     def before_step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """The optimizer is about to step: `run` ends the window. Where that failed, the step changes nothing, and the
         world is formed anew with the next batch."""
-        if self.elastic.is_joining:
+        is_another = self._has_given_up_with_another(optimizer)
+        if is_another:
+            pass
+        elif self.elastic.is_joining:
             self.heal(is_open=not self.world.shards)
-        elif not self.elastic.is_idle:
+        elif not self.elastic.is_idle or self._is_half_stepped(optimizer):
             try:
                 with self.elastic.inside():
                     return run()
             except PeerLost as error:
                 self.elastic.broken = error
-        self._give_up_window()
-        if self.elastic.broken is not None and not self.world.shards:
-            self.heal(is_open=True)
+        self._given_up_with.append(optimizer)
+        if not is_another:
+            self._give_up_window()
+            if self.elastic.broken is not None and not self.world.shards:
+                self.heal(is_open=True)
         # Until it is forgotten, a window that was given up counts: another rank may have made this step, and what the
         # program does by `replica.step` in the rest of the round (save after every tenth), all ranks have to do.
         for replica, step in zip(self.replicas(), self._counted[0], strict=False):
-            if self._open is not None and replica.optimizer is optimizer:
+            if self._open is not None and optimizer in replica.members:
                 replica.step = step + 1
         for replica in self.replicas():
             replica.model.zero_grad()
@@ -256,8 +267,21 @@ class Healing:
                 run()
         except PeerLost as error:
             self.elastic.broken = error
-        if not self.world.shards and (self.elastic.broken is not None or self.elastic.membership.is_regroup_requested):
+        asked = self.elastic.broken is not None or self.elastic.membership.is_regroup_requested
+        if not self.world.shards and asked and not self._is_half_stepped():
             self.heal(is_open=True)  # else the next batch is the place
+
+    def _has_given_up_with_another(self, optimizer: Optimizer) -> bool:
+        """Whether the window was given up in the step of another of several optimizers, and none has ended since."""
+        mine = next((r for r in self.replicas() if optimizer in r.members), None)
+        ended = mine is None or mine.windows is None or mine.windows.window is Window.ENDED
+        if ended or optimizer in self._given_up_with:
+            self._given_up_with = []
+        return mine is not None and any(other in mine.members for other in self._given_up_with)
+
+    def _is_half_stepped(self, optimizer: Optimizer | None = None) -> bool:
+        """Whether some of several optimizers have stepped with a window, and others have not: it has to be ended."""
+        return any(r.is_half_stepped for r in self.replicas() if optimizer is None or optimizer in r.members)
 
     @property
     def is_repeating(self) -> bool:
@@ -286,6 +310,7 @@ class Healing:
 
     def before_batch(self, shard: Batches) -> None:
         """A batch is asked for: a place to be let in at, and to heal what the steps have not."""
+        self._given_up_with = []
         while True:
             others_out = any(other.is_out for other in self.world.shards.values() if other is not shard)
             is_over = self._positions.get(shard.name, [-1])[0] > shard.epoch  # here, and the others are further
@@ -316,6 +341,16 @@ class Healing:
         shard.move_to(*self._positions[shard.name])
         return shard.epoch >= self._positions[shard.name][0]
 
+    def find_epoch(self, shard: str) -> int:
+        """The epoch of a shard that the others are in. Raises Refused in a worker that has come, if they are not
+        reading it: for a library's `fit`, which such a worker cannot pass through without batches."""
+        if shard not in self._positions:
+            raise Refused(
+                f"this worker cannot join the run: the others are not in the pass that it has come to ({shard}). In "
+                "a library's own loop, only the first `fit` of a program can be joined"
+            )
+        return self._positions[shard][0]
+
     def _greet(self) -> None:
         """With the first batch after they have come (at once, where there are none), newcomers, and ranks that
         were behind, get what the program of the source has changed."""
@@ -323,7 +358,7 @@ class Healing:
         scalers = [s.state_dict() for s in self.scalers()] if again is None else [state for _, state in again.scalers]
         mine = {
             "schedules": self.read_schedules() if again is None else again.schedules,
-            "scalers": [_plain(state) for state in scalers],
+            "scalers": [take_plain(state) for state in scalers],
             "followed": self.followed.state() if again is None else again.followed,
         }
         packet = self.world.broadcast_object(mine, self._source)
@@ -350,7 +385,7 @@ class Healing:
             self._open = Snapshot(self, shard.name)
             self._count()
             if shard.name not in self._positions:
-                self._positions[shard.name] = [shard.epoch, shard.batch - 1]
+                self._positions[shard.name] = shard.locate(shard.batch - 1)
 
     def _is_trained(self, shard: Batches) -> bool:
         """Whether its batches lead to steps, as far as is known: a pass for validation changes nothing."""
@@ -460,10 +495,11 @@ class Healing:
             "calls": self.elastic.calls if not joins else -1,
             "in call": self.elastic.in_call,
             "passes": sum(shard.epoch for name, shard in self.world.shards.items() if name in self._trained),
+            "told": not self._is_moved,
             "joins": joins,
             "late": joins or self._is_late or self._is_moved,
             "reads": bool(self.world.shards),
-            "what": self._descriptions,
+            "what": self.descriptions,
             "closed": self.elastic.is_closed,
         }
 
@@ -521,8 +557,8 @@ class Healing:
         self._trained |= set(packet["positions"])
         if joins:
             self._is_member = self._is_late = True
-            for replica in self.replicas():  # else torch warns when a schedule moves in passes that give no batch
-                replica.optimizer._opt_called = True  # type: ignore[attr-defined]
+            for member in (m for replica in self.replicas() for m in replica.members):
+                member._opt_called = True  # type: ignore[attr-defined]  # else torch warns in passes without a batch
             self.elastic.replay(packet["log"], packet["calls"])
             return
         for name, position in packet["positions"].items():
@@ -542,26 +578,3 @@ _DRAWN_AHEAD = (
     "each batch after the step before it; DataLoader(..., num_workers=2) reads ahead by itself, and what it has "
     "read is divided anew"
 )
-
-
-def _find_schedules(optimizer: Optimizer) -> list[Any]:
-    """Those of an optimizer, which does not know them: they hold it, in their dict or (where nobody asked for that yet)
-    in themselves. Not all objects are looked at: to hold a tuple that another thread is about to make breaks it."""
-    kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    holders = gc.get_referrers(optimizer)
-    owners = gc.get_referrers(*(holder for holder in holders if type(holder) is dict))
-    found = {id(o): o for o in (*holders, *owners) if issubclass(type(o), kinds) and o.optimizer is optimizer}
-    return sorted(found.values(), key=_describe_schedule)
-
-
-def _describe_schedule(schedule: Any) -> str:
-    """What tells schedules of an optimizer apart: their type and settings, without what changes with the steps."""
-    settings = [(k, v) for k, v in vars(schedule).items() if k[0] != "_" and isinstance(v, bool | int | float | str)]
-    counters = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
-    return f"{type(schedule).__name__} {sorted((k, v) for k, v in settings if k not in counters)}"
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """What can be sent: plain values and tensors."""
-    kinds = (bool, int, float, str, list, tuple, Tensor, type(None))
-    return {name: copy.deepcopy(value) for name, value in state.items() if isinstance(value, kinds)}

@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from unisono.methods.exchange.overlap import Exchange
 from unisono.methods.exchange.windows import Counter, scale_gradient
 from unisono.methods.model_copies import add_hook, copy_model
+from unisono.methods.strategy.change import Change
 from unisono.methods.strategy.program_writes import ProgramWrites, digest
-from unisono.methods.strategy.replica import Change, Replica, Strategy, share, share_buffers
+from unisono.methods.strategy.replica import Replica, Strategy
+from unisono.methods.strategy.sharing import share, share_buffers
 from unisono.world import World
 
 
@@ -42,6 +44,7 @@ class PeriodicReplica(Replica):
 
     windows: Counter | Exchange
     own_gradients: ClassVar[bool] = True
+    counts_steps: ClassVar[bool] = False  # but windows: AMP may skip the step of one rank alone
     own_models: ClassVar[bool] = False  # ranks' parameters differ: the model to evaluate is their mean
     follows_writes = False  # hears of what the program writes to trainable parameters
 
@@ -83,8 +86,16 @@ class PeriodicReplica(Replica):
         """Between two windows: exchange what is due. Every rank comes here after every window."""
         raise NotImplementedError
 
+    @property
+    def _shows_average(self) -> bool:
+        """Whether the model has an average of the weights for now: it is not to be exchanged, and no write of the
+        program's."""
+        return self.weight_average is not None and self.weight_average.is_applied
+
     def begin_window(self) -> None:
         """Before a forward of training."""
+        if self._shows_average:
+            return
         self.meet_if_due()
         with torch.no_grad():
             self.begin()
@@ -94,7 +105,7 @@ class PeriodicReplica(Replica):
 
     def meet_if_due(self) -> None:
         """Meet, if a window has ended since."""
-        if not self.is_closed:
+        if not self.is_closed and not self._shows_average:
             self.look_for_writes()
             self.windows.catch_up()
             if self._unmet:
@@ -126,6 +137,9 @@ class PeriodicReplica(Replica):
             self.count_window(self._ended.pop(0))
         with torch.no_grad():
             self.meet()
+        if self.weight_average is not None:
+            self.weight_average.count_step()
+            self.weight_average.update()
 
     def count_window(self, weight: float) -> None:
         """A window is about to be met; `weight`: the mean of `World.weight` over its batches."""
@@ -153,15 +167,26 @@ class PeriodicReplica(Replica):
             closure.__exit__(None, None, None)
         return closure is not None
 
+    def before_step(self) -> None:
+        super().before_step()
+        if len(self.members) > 1 and self._unmet > 1:  # not all stepped with a window before this one
+            while self._unmet > 1:
+                self.meet_once()
+            if self.follows_writes:
+                self.writes.note()
+
     def after_step(self) -> None:
         if self._leave_closure():
             self.windows.before_step()
         super().after_step()
         self.windows.catch_up()
-        self._meet_all()
+        if self.is_stepped:  # else when the others have stepped too, or before the next forward pass
+            self._meet_all()
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Meet after `scaler.update()` where the step was skipped."""
+        if scaler is self.scaler:
+            return
         super().watch(scaler)
         update, me = scaler.update, weakref.ref(self)
 

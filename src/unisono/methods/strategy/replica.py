@@ -7,25 +7,30 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.launchers.runtime import debug_pause, status
+from unisono.launchers.runtime.frames import warn_user
 from unisono.methods.buckets import load_optimizer
 from unisono.methods.checks import AtLeast, check_settings
+from unisono.methods.exchange.noise_scale import NoiseScale
 from unisono.methods.exchange.overlap import is_held
-from unisono.methods.exchange.reduction import Reduction
+from unisono.methods.exchange.reduction import OwnPart, Reduction
 from unisono.methods.exchange.reduction import Residual as Residual
-from unisono.methods.exchange.windows import StepHooks, Windows, follow_optimizer, leave_optimizer
+from unisono.methods.exchange.windows import Window, Windows, follow_optimizer, leave_optimizer, watch_steps
 from unisono.methods.facts import Pattern
+from unisono.methods.joined_optimizers import members_of
+from unisono.methods.strategy.averages import AveragedValues
+from unisono.methods.strategy.change import Change
+from unisono.methods.strategy.sharing import Buffers, has_buffers, share, share_buffers
 from unisono.methods.strategy.watches import FaultWatch, ParameterWatch
 from unisono.training.batch_norm import move_batch_norm, watch_batch_norms
-from unisono.training.checkpoint import ModelPart
+from unisono.training.checkpoint import ModelPart, wait_saved
 from unisono.world import World
 from unisono.world.batch_weights import watch_calls
 from unisono.world.elastic import Elastic
@@ -33,9 +38,10 @@ from unisono.world.operations import put_back
 from unisono.world.straggler_watch import Treatment, after_step
 
 if TYPE_CHECKING:
+    from unisono.methods.strategy.averages import Average
     from unisono.methods.strategy.healing import Healing
+    from unisono.methods.strategy.outliers import Outliers
 
-Buffers = Literal["broadcast", "average", "local"]
 Accumulate = Annotated[int, AtLeast(1, "backward passes a window")]
 BucketBytes = Annotated[int, AtLeast(1, "bytes a bucket")]
 _replicas: weakref.WeakSet[Replica] = weakref.WeakSet()  # those that watch a model
@@ -67,44 +73,6 @@ class Strategy(ABC):
         """The replica; all has been checked."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """From one world to another: who stayed, in the ranks of the new world.
-
-    A rank stayed if it was in the same world as rank `source` and had got as far (see `Replica.progress`).
-    """
-
-    world: World  # the new one
-    source: int  # the rank whose state all go on from
-    former_size: int  # of the world that `source` comes from
-    former_ranks: tuple[int, ...]  # of every rank of the new world, in the world that it comes from
-    progress: tuple[Any, ...]  # of every rank of the new world: how far it got
-    stayed: tuple[int, ...]
-
-    @property
-    def keeps(self) -> bool:
-        """Whether this rank stayed."""
-        return self.world.rank in self.stayed
-
-    @property
-    def lost(self) -> int:
-        """How many ranks of the former world are not here any more."""
-        return self.former_size - len(self.stayed)
-
-    @property
-    def factor(self) -> float:
-        """New size over former size: what the ranks that stayed had still to send counts so many times, so that it
-        weighs the same in the mean over the ranks."""
-        return self.world.size / self.former_size
-
-    def describe_unsent(self) -> str:
-        """What becomes of what the former ranks had still to send."""
-        text = f"what {len(self.stayed)} of the {self.former_size} former ranks had still to send stays with them"
-        if self.world.size != self.former_size:
-            text += f", times {self.world.size}/{self.former_size}"
-        return text + (f"; that of {self.lost} lost rank(s) is gone" if self.lost > 0 else "")
-
-
 class Replica:
     """This rank's copy of the model under a strategy. The defaults do nothing; a method overrides what it needs.
 
@@ -125,6 +93,8 @@ class Replica:
     slow_ranks: ClassVar[Treatment] = "name"
     not_measured: tuple[str, ...] = ()  # the parts of a step that the ledger's rows cannot tell from others
     same_parameters: ClassVar[bool] = False  # after every step, bit by bit: ranks compare them now and then
+    counts_steps: ClassVar[bool] = True  # every step of the optimizer counts in an average of the weights
+    no_average: ClassVar[str] = ""  # why there can be none of the weights under this method, and what to do instead
     bytes_by_formula: ClassVar[bool] = False  # the ledger's bytes are not counted where they are sent
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -134,17 +104,23 @@ class Replica:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
+        self.members = members_of(optimizer)  # the program's own optimizers: one, or several that were joined
+        self.stepping = self.members[0]  # the one whose step is under way, or was the last
         self.windows: Windows | None = None  # ends windows of backward passes
         self.reduction: Reduction | None = None  # a reducer at work on gradients
+        self.own_parts: dict[str, OwnPart] = {}  # further state of this rank's own, by its name in checkpoints
         self.scaler: torch.amp.GradScaler | None = None  # the one that it was told to watch
         self._late_buffers: list[tuple[Tensor, Tensor]] = []  # and what they are to be after the step
         self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
         self._faults = FaultWatch.find(model, world)  # None: no fault script asks for any
         self._parameter_watch = ParameterWatch.find() if self.same_parameters else None
         self.healing: Healing | None = None  # where ranks come and go
+        self.weight_average: Average | None = None  # see `un.average`
+        self.outliers: Outliers | None = None  # steps that one rank alone would spoil are skipped
+        self.noise: NoiseScale | None = None  # of gradients that are exchanged exactly
         self.is_closed = False
         self._hooks: list[Any] = [
-            StepHooks.of(optimizer).watch(self._on_step_begin, self._on_step_end),
+            *watch_steps(optimizer, self._on_step_begin, self._on_step_end),
             *watch_batch_norms(model, world),
             *watch_calls([model], self, is_whole=True),
         ]
@@ -162,38 +138,75 @@ class Replica:
     # Training ----------------------------------------------------------------------------------------------------
 
     def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.weight_average is not None:
+            self.weight_average.refuse_step()
         closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
-        if self.healing is not None:
-            return self.healing.before_step(optimizer, lambda: self._prepare_step(closure, args, kwargs))
-        return self._prepare_step(closure, args, kwargs)
+        self.stepping = optimizer
+        if self.healing is None or closure is not None:
+            return self._prepare_step(closure, args, kwargs)
+        return self.healing.before_step(optimizer, lambda: self._prepare_step(closure, args, kwargs))
 
     def _prepare_step(self, closure: Callable[[], Any] | None, args: Any, kwargs: dict[str, Any]) -> Any:
-        """With a closure (LBFGS), backward happens inside the step, as often as it is called: `before_step` comes after
-        each call of it."""
-        self.begin_step(has_closure=closure is not None)
+        """With a closure (LBFGS, Lightning), backward happens inside the step, as often as it is called: `before_step`
+        comes after each call of it. Where ranks come and go, a window that is given up leaves no gradients there."""
         if closure is None:
-            self.before_step()
-            if self._faults is not None:
-                self._faults.in_update()
+            self.begin_step(has_closure=False)
+            self._end_window()
             return None
+        self.world.run_tolerating_loss(lambda: self.begin_step(has_closure=True))
 
         def compute() -> Any:
             loss = closure()
-            self.before_step()
-            self.fault_in_update()
+            if self.healing is None:
+                self._end_window()
+            else:
+                self.healing.before_step(self.stepping, self._end_window)
             return loss
 
         return (args[0], compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
-    def _on_step_end(self) -> None:
+    def _end_window(self) -> None:
+        if self.windows is not None and len(self.members) > 1:
+            self.windows.join(self.stepping)
+        self.before_step()
+        self.fault_in_update()
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether all optimizers have stepped with the window that ended last."""
+        return len(self.members) == 1 or self.windows is None or self.windows.count_steps() == len(self.members)
+
+    @property
+    def is_first_step(self) -> bool:
+        """Whether no other optimizer has stepped with the window of the step that ended last."""
+        return self.windows is None or self.windows.count_steps() <= 1
+
+    @property
+    def is_half_stepped(self) -> bool:
+        """Whether some of several optimizers have stepped with the window that ended last, and others have not."""
+        return self.windows is not None and self.windows.window is Window.STEPPED and not self.is_stepped
+
+    def _on_step_end(self, optimizer: Optimizer) -> None:
+        if self.windows is not None and len(self.members) > 1:
+            self.windows.note_step(optimizer)
         if self._late_buffers:
             for buffer, value in self._late_buffers:
                 put_back(buffer, value)
             self._late_buffers = []
         if self.healing is None:
-            self.after_step()
+            self._finish_step()
         else:
-            self.healing.after_step(self.after_step)
+            self.healing.after_step(self._finish_step)
+
+    def _finish_step(self) -> None:
+        """Values that were stepped count in the average, also if a rank is lost while they are sent."""
+        average = self.weight_average if self.counts_steps else None
+        if average is not None and self.is_first_step:
+            outlier = self.outliers is not None and self.outliers.is_skipping
+            average.count_step(is_skipped=outlier or bool(getattr(self.stepping, "found_inf", False)))
+        self.after_step()
+        if average is not None and self.is_stepped:
+            average.update()
 
     def fault_in_update(self) -> None:
         """A fault on purpose in the optimizer's step happens here, unless it has."""
@@ -207,6 +220,8 @@ class Replica:
         """The optimizer is about to step with the gradients that there are: end the window."""
         if self.windows is not None:
             self.windows.before_step()
+        if self.outliers is not None and (self.windows is None or not self.windows.count_steps()):
+            self.outliers.judge()
 
     def after_step(self) -> None:
         """The optimizer has stepped."""
@@ -218,7 +233,7 @@ class Replica:
         a further backward pass through it would refuse them, and rightly."""
         tensors: list[Tensor] = []
         self._late_buffers = []
-        for buffer in self.model.buffers():
+        for buffer in self.model.buffers() if has_buffers(self.model) else ():
             if is_held(buffer):
                 self._late_buffers.append((buffer, buffer.detach().clone()))
                 tensors.append(self._late_buffers[-1][1])
@@ -275,6 +290,8 @@ class Replica:
         self.scaler = scaler
         if self.reduction is not None:
             self.reduction.scale = scaler.get_scale
+        if self.noise is not None:
+            self.noise.scale = scaler.get_scale
 
     def consolidate(self) -> nn.Module:
         """The model to evaluate or to save: here, the model itself."""
@@ -290,9 +307,18 @@ class Replica:
         """Take them back after `restore()`."""
         if type(self).restore is not Replica.restore:
             self.start()
+            if self.weight_average is not None:
+                self.weight_average.place()
 
     def close(self) -> None:
-        """Stop watching; the model is an ordinary one again."""
+        """Stop watching; the model is an ordinary one again. Waits for a save in the background, and raises what went
+        wrong with it."""
+        try:
+            wait_saved(self)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         self.is_closed = True
         for hook in self._hooks:
             hook.remove()
@@ -305,6 +331,10 @@ class Replica:
             _replicas.discard(self)
         self.stop()
         self.close_windows()
+        if self.outliers is not None:
+            self.outliers.close()
+        if self.weight_average is not None:
+            self.weight_average.end()
 
     def close_windows(self) -> None:
         """Watch backward passes no more."""
@@ -331,7 +361,8 @@ class Replica:
 
     def local_state(self) -> dict[str, Any]:
         """What is this rank's own."""
-        return {} if self.reduction is None else {"reducer": self.reduction.state_dict()["local"]}
+        kept = {} if self.reduction is None else {"reducer": self.reduction.state_dict()["local"]}
+        return {**kept, **{name: part.state_dict() for name, part in self.own_parts.items()}}
 
     def load_shared(self, shared: dict[str, Any]) -> None:
         """Take `shared_state()`: a checkpoint's, or that of the rank that all go on from in a new world."""
@@ -340,6 +371,9 @@ class Replica:
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """Take `local_state()`: in the same world mine is the only one of `locals_`, else every former rank's is
         there. `shared` is the checkpoint's, and has been taken."""
+        for name, part in self.own_parts.items():
+            if same_world and name in locals_[0]:
+                part.load_state_dict(locals_[0][name])
         kept = shared.get("reducer", ())
         if self.reduction is None or "each" not in kept:  # of a strategy that keeps nothing, or other things
             return
@@ -374,6 +408,11 @@ class Replica:
         every tensor: where `sharded_state()` is not None."""
         raise TypeError(f"{type(self.strategy).__name__} does not split model and optimizer over the ranks")
 
+    @property
+    def averaged_values(self) -> AveragedValues:
+        """Where the values lie that an average of the weights follows (see `un.average`)."""
+        return AveragedValues(self)
+
     # Another strategy --------------------------------------------------------------------------------------------
 
     def switch(self, strategy: str | Strategy) -> Replica:
@@ -388,6 +427,9 @@ class Replica:
 
     def unsent(self) -> Residual | None:
         """What this rank has kept back to send later, with the unit it is in; None where a method keeps nothing."""
+        for part in self.own_parts.values():
+            if self.world.rank == 0 and (dropped := part.describe_loss()):
+                warn_user(dropped)
         return None if self.reduction is None else self.reduction.unsent()
 
     def take_unsent(self, unsent: Residual) -> None:
@@ -420,12 +462,19 @@ class Replica:
         change = self._who_stayed(world, source, world.gather_objects(mine))
         self.check_change(change)
         shared = self.shared_state() if world.rank == source else None
+        average = self.weight_average
+        if average is not None:
+            average.leave(change)
         self.stop(change)
         self.enter(world)
         taken = self.take_model(change)
         shared = self._follow_source(change, shared)
         move_batch_norm(self.model, world)
+        if average is not None:
+            average.follow(change)
         self.start()
+        if average is not None:
+            average.place()
         with torch.no_grad():
             carried = self.carry(change, shared)
         dropped = "gradients that were not stepped are dropped"
@@ -540,50 +589,3 @@ def bound_parameters(names: dict[nn.Parameter, str]) -> list[str]:
     """Which of these parameters a replica watches, by name."""
     with _replicas_lock:
         return [names[p] for replica in _replicas for p in replica.model.parameters() if p in names]
-
-
-def share(model: nn.Module, world: World, src: int = 0) -> None:
-    """Give every rank rank `src`'s parameters and buffers."""
-    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
-    with torch.no_grad():
-        world.broadcast(tensors, src, tag="initial state").wait()
-
-
-def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World, weight: float | None = None) -> None:
-    """Make buffers the same on every rank: numbers with a fraction become their mean, the others are rank 0's.
-
-    `weight`: how much this rank counts in the mean, where ranks may count differently.
-    """
-    if how == "local" or not buffers:
-        return
-    floats = [b for b in buffers if how == "average" and (b.is_floating_point() or b.is_complex())]
-    others = [b for b in buffers if not any(b is x for x in floats)]
-    if weight is None:
-        world.all_reduce(floats, "mean", tag="buffers").wait()
-    else:
-        take_weighted_mean(floats, weight, world, tag="buffers")
-    world.broadcast(others, tag="buffers").wait()
-
-
-@torch.no_grad()
-def take_weighted_mean(tensors: Sequence[Tensor], weight: float, world: World, *, tag: str) -> None:
-    """Replace tensors on every rank by (sum of weight_i x_i) / (sum of weight_i), or by their mean where all weights
-    are 0. The weights travel with the tensors; where all are 1, the result has the bits of a plain mean."""
-    if not tensors or world.size == 1:
-        return
-    before = [x.clone() for x in tensors] if weight == 0.0 else []
-    for x in tensors:
-        if weight == 0.0:
-            x.zero_()  # also where it is not finite
-        elif weight != 1.0:
-            x.mul_(weight)
-    wide = any(x.dtype in (torch.float64, torch.complex128) for x in tensors)
-    weights = torch.tensor([weight], dtype=torch.float64 if wide else torch.float32, device=tensors[0].device)
-    world.all_reduce([*tensors, weights], "mean", tag=tag).wait()
-    total = float(weights)
-    if total == 0.0:  # all ranks have the same total
-        torch._foreach_copy_(list(tensors), before)
-        world.all_reduce(list(tensors), "mean", tag=tag).wait()
-    elif total != 1.0:
-        for x in tensors:
-            x.div_(total)

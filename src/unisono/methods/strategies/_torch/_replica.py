@@ -49,6 +49,7 @@ class TorchReplica(Replica):
         self._passes_begun = -1  # the backward pass that is under way
         self._ended_at = 0.0  # when backward itself was over
         self._window_ended = False
+        self._stepped_by: list[Optimizer] = []  # with the window that ended last
 
     def watch_backward(self, params: Iterable[torch.Tensor]) -> None:
         """Follow backward passes, by hooks on these parameters."""
@@ -87,11 +88,15 @@ class TorchReplica(Replica):
         raise NotImplementedError
 
     def before_step(self) -> None:
-        if not self._window_ended:  # a step without a backward pass
+        again = not self._stepped_by or any(other is self.stepping for other in self._stepped_by)
+        if not self._window_ended and again:  # a step without a backward pass
             self.advance()
+        if self._window_ended or again:
+            self._stepped_by = []
 
     def after_step(self) -> None:
         self._window_ended = False
+        self._stepped_by.append(self.stepping)
 
     def switch(self, strategy: str | Strategy) -> Replica:
         raise ValueError("a method of torch's own is there to compare with: it cannot be switched in mid-run")

@@ -37,6 +37,7 @@ class _ShardedReplica(TorchReplica):
 
     not_measured = ("compute", "communication", "waiting", "compression")  # gathers wait inside forward and backward
     strategy: fsdp2
+    no_average = "torch keeps its parts; use zero(stage=3), which has one"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: fsdp2) -> None:
         super().__init__(model, optimizer, world, strategy)

@@ -50,6 +50,10 @@ class CrossbowReplica(PeriodicReplica):
     strategy: crossbow
     own_optimizer: ClassVar[bool] = True
     follows_writes = True
+    no_average = (
+        "its central model is an average of all learners, over the steps too, and is the one that "
+        "replica.consolidate() gives: evaluate that"
+    )
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: crossbow) -> None:
         self.tuning = Tuning(strategy.learners, strategy.every, strategy.tune_every)

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from unisono.methods.checks import AtLeast, Note
 from unisono.methods.facts import Convergence, Example, Facts
+from unisono.methods.joined_optimizers import refuse_several
 from unisono.methods.reducer import Reducer
 from unisono.methods.strategies.parameter_server.replica import ServedReplica
 from unisono.methods.strategy import Accumulate, Pattern, Replica, Strategy
@@ -87,6 +88,7 @@ class parameter_server(Strategy):
             raise ValueError(f"delay={self.delay} of {workers} workers: a worker can wait for {workers - 1} others")
         if self.delay and self.staleness == 0:
             raise ValueError(f"delay={self.delay} needs staleness=None or above 0: with 0 all pushes are one step")
+        refuse_several(optimizer, "parameter_server", "a push to its servers is one step of one optimizer")
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, LBFGS):
             raise TypeError("a server takes one gradient a step, but LBFGS asks for several: use another optimizer")

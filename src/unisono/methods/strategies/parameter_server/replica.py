@@ -29,6 +29,10 @@ class ServedReplica(PeriodicReplica):
 
     strategy: parameter_server
     slow_ranks = "ignore"
+    no_average = (
+        "the servers step the model, and what a worker has of it may be some steps old. Use allreduce or zero, or "
+        "average the checkpoints that un.save wrote"
+    )
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: parameter_server) -> None:
         self.strategy = strategy

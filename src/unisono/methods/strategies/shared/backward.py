@@ -10,24 +10,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
-from unisono.methods.buckets import BUCKET_BYTES, Bucket, on_device
+from unisono.methods.exchange.noise_scale import NoiseScale
 from unisono.methods.exchange.overlap import layout_of, mean_of_sparse, sparse_values
-from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.exchange.windows import BackwardWatcher, TrainableParameters, Window
-from unisono.methods.reducer import Reducer
+from unisono.methods.strategies._crossing import Crossing, Piece
 from unisono.methods.strategies._host_memory import HostMemory
 from unisono.methods.strategies.shared.gradients import Place
-from unisono.methods.strategies.shared.lines import Line, Piece, cut_tiles
+from unisono.methods.strategies.shared.lines import Line, cut_tiles
 from unisono.world import World
 from unisono.world.transports.arithmetic import combine
 
@@ -60,6 +56,7 @@ class Backward(BackwardWatcher):
         self._parameters = TrainableParameters(named)
         self._is_open = False  # a window: nobody reads my line
         self._is_read = False  # others may be reading my line, until the step has ended
+        self.noise = NoiseScale(world) if crossing is None or crossing.reduction.reducer.exact else None
         self._was_touched = False  # the program looked at gradients of this window
         self._hidden: list[Place] = []
         self.takes_means = crossing is not None
@@ -124,6 +121,8 @@ class Backward(BackwardWatcher):
         fell = False if self.crossing is None else self.crossing.reduction.learning_rate_fell()
         flags = torch.tensor([*used, self._was_touched, fell], dtype=torch.uint8)
         every = self.memory.every
+        if self.noise is not None and self.noise.keeps_norm:  # before others may write means to my line
+            self.noise.add_whole(line.gradients[self.memory.rank] for line in self.lines)
         every.all_reduce(flags, "max", tag="used").wait()
         *found, touched, decayed = flags.tolist()
         self._is_open, self._is_read, self._was_touched = False, True, False
@@ -135,8 +134,10 @@ class Backward(BackwardWatcher):
                 mean_of_sparse(param, layout, every, f"gradients/{name}")
         if self.crossing is not None:
             self.crossing.reduction.set_decayed(bool(decayed))
+        self._measure_own()
         if self.takes_means:
             self._take_means()
+        self._measure_mean()
         if self.crossing is not None:
             self.crossing.end_window(every, sparse_values(p for _, p in self.sparse))
         for place in self.places:
@@ -152,6 +153,28 @@ class Backward(BackwardWatcher):
         self._passes, self.window = 0, Window.ENDED
         self._advance()
 
+    def _find_mine(self) -> Iterator[tuple[Line, int, int]]:
+        for line, pieces in zip(self.lines, self.parts, strict=True):
+            yield from ((line, start, stop) for _, start, stop in cut_tiles(pieces, _TILE_BYTES // line.dtype.itemsize))
+
+    def _measure_own(self) -> None:
+        """Of my part: this rank's gradients; all gradients are in their lines."""
+        rank = self.memory.rank
+        if self.noise is not None and self.noise.is_due:
+            self.noise.add_own([line.gradients[rank][start:stop] for line, start, stop in self._find_mine()])
+
+    def _measure_mean(self) -> None:
+        """Of my part: the mean, which is taken when the optimizer steps, unless it is there."""
+        if self.noise is None:
+            return
+        for line, start, stop in self._find_mine() if self.noise.is_due else ():
+            mean = line.gradients[0][start:stop]
+            if not self.takes_means:
+                mean = torch.empty_like(mean)
+                combine([ranks[start:stop] for ranks in line.gradients], "mean", mean)
+            self.noise.add_mean([mean])
+        self.noise.end_window()
+
     @torch.no_grad()
     def _take_means(self) -> None:
         """Each rank takes the mean of its part, into the line of the host's first rank."""
@@ -159,7 +182,8 @@ class Backward(BackwardWatcher):
             for _, start, stop in cut_tiles(pieces, _TILE_BYTES // line.dtype.itemsize):
                 combine([ranks[start:stop] for ranks in line.gradients], "mean", line.gradients[0][start:stop])
         if self.crossing is not None:
-            self.crossing.exchange(self.lines)
+            for number, line in enumerate(self.lines):
+                self.crossing.exchange(number, line.gradients[0])
         self.memory.meet("means are there", everywhere=True)
         if self.memory.rank == 0:  # they are in my line, also where I had no gradient
             for place in self.places:
@@ -193,11 +217,11 @@ class Backward(BackwardWatcher):
         yield
         self._was_touched = before
 
-    def end_step(self) -> None:
-        """All ranks have stepped: nobody reads gradients any more."""
-        self._is_read = False
+    def end_step(self, stepped: Container[int] | None) -> None:
+        """All ranks have stepped the parameters with these ids (None: all): nobody reads their gradients any more."""
         for place in self.places:
-            place.is_over = True
+            place.is_over |= stepped is None or id(place.param) in stepped or not place.used
+        self._is_read = not all(place.is_over for place in self.places)
 
     def close(self) -> None:
         """Take the hooks off, and give out gradients that stay what they are."""
@@ -211,107 +235,3 @@ def _touch(backward: weakref.ref[Backward]) -> None:
     """The program looks at a gradient."""
     if (alive := backward()) is not None:
         alive._was_touched = True
-
-
-# Between hosts -------------------------------------------------------------------------------------------------------
-
-
-class Crossing:
-    """This rank's part, on its way between hosts: the r-th rank of every host exchanges the r-th part of the gradients
-    with those of the others. So each byte crosses the network once a host, whatever the number of its workers, and all
-    of them send. Inside a host nothing is left to be sent: the mean of a part is written where all its ranks read it.
-
-    place: which part is mine, and how many there are: as many as the host with the fewest ranks has. A rank that comes
-    after them has none.
-    """
-
-    def __init__(self, world: World, reducer: Reducer, optimizer: Optimizer) -> None:
-        hosts = list(dict.fromkeys(world.hosts))
-        by_host = [[r for r in range(world.size) if world.hosts[r] == host] for host in hosts]
-        count = min(map(len, by_host))
-        groups = [[ranks[k] for ranks in by_host] for k in range(count)]
-        groups += [[r] for ranks in by_host for r in ranks[count:]]
-        self._world = world.split(groups, inline=True)
-        self.place = (world.local_rank, count)
-        self._weight = world.local_size * len(hosts) / world.size  # hosts differ in size: theirs in the mean
-        self._owners: dict[Tensor, Tensor] = {}  # of each piece, the parameter
-        self.reduction = Reduction(reducer, optimizer, lambda _: None, "gradients", self._owners)
-        self._buckets: list[tuple[Bucket, int, list[Piece]]] = []  # with the number of their line
-
-    def set_pieces(self, lines: Sequence[Line], parts: Sequence[Sequence[Piece]]) -> None:
-        """Exchange these pieces from now on."""
-        self._buckets = []
-        self._owners.clear()
-        for number, (line, pieces) in enumerate(zip(lines, parts, strict=True)):
-            cut = [one for piece in pieces for one in _split_rows(line, piece)]
-            for some in _group(cut, BUCKET_BYTES // line.dtype.itemsize):
-                named = [(f"{line.names[p.slot]}{line.span(p)}", _shape(line, p)) for p in some]
-                bucket = Bucket(len(self._buckets), named, partial(on_device, torch.device("cpu")))
-                self._owners |= dict(zip(bucket.params, [line.params[piece.slot] for piece in some], strict=True))
-                self._buckets.append((bucket, number, some))
-        self.reduction.set_buckets([bucket for bucket, _, _ in self._buckets])
-
-    def exchange(self, lines: Sequence[Line]) -> None:
-        """Replace the means of my host by those over all hosts."""
-        if self._world.size == 1:
-            return
-        for bucket, number, pieces in self._buckets:
-            mean = lines[number].gradients[0]
-            for view, (_, start, stop) in zip(bucket.tensors, pieces, strict=True):
-                torch.mul(mean[start:stop], self._weight, out=view.view(-1))
-            self.reduction.begin(bucket, self._world)
-            self.reduction.drain()
-            for view, (_, start, stop) in zip(bucket.tensors, pieces, strict=True):
-                mean[start:stop].copy_(view.view(-1))
-
-    def end_window(self, every: World, others: Sequence[Tensor]) -> None:
-        """All means are there: what is still to be sent stays as it was on all ranks if a number of any part, or of
-        `others`, is not finite."""
-        overflow = torch.zeros((), dtype=torch.uint8)
-        if self.reduction.keeps:
-            overflow.copy_(self.reduction.find_overflow(others).isnan())
-            every.all_reduce(overflow, "max", tag="overflow").wait()
-        self.reduction.end_window(void=bool(overflow))
-
-    def close(self) -> None:
-        """Close the world between hosts."""
-        self._world.close()
-
-
-def _group(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
-    """Group pieces that travel together, of about `most` elements in all."""
-    groups: list[list[Piece]] = []
-    room = 0
-    for piece in pieces:
-        if room <= 0:
-            groups.append([])
-            room = most
-        groups[-1].append(piece)
-        room -= piece.stop - piece.start
-    return groups
-
-
-def _find_rows(line: Line, slot: int) -> int:
-    """Elements in a row of a parameter that is a matrix; 0 for any other."""
-    param = line.params[slot]
-    return param.numel() // param.shape[0] if param.dim() > 1 and param.is_contiguous() else 0
-
-
-def _split_rows(line: Line, piece: Piece) -> list[Piece]:
-    """Whole rows by themselves, and what lies before and behind them: reducers look for matrices."""
-    first, row = line.bounds(piece.slot)[0], _find_rows(line, piece.slot)
-    if not row:
-        return [piece]
-    low = first + -(-(piece.start - first) // row) * row
-    high = first + (piece.stop - first) // row * row
-    borders = [piece.start, low, high, piece.stop] if low < high else [piece.start, piece.stop]
-    return [Piece(piece.slot, a, b) for a, b in pairwise(borders) if a < b]
-
-
-def _shape(line: Line, piece: Piece) -> Tensor:
-    """A tensor of the shape of a piece, without memory: a matrix where it is in whole rows."""
-    param, count = line.params[piece.slot], piece.stop - piece.start
-    row, first = _find_rows(line, piece.slot), line.bounds(piece.slot)[0]
-    is_matrix = row and (piece.start - first) % row == 0 and count % row == 0
-    shape = (count // row, *param.shape[1:]) if is_matrix else (count,)
-    return torch.zeros((), dtype=param.dtype).expand(shape)

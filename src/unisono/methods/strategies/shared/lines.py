@@ -8,9 +8,10 @@ that it steps.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +19,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.methods.buckets import FlatLayout, alignment
+from unisono.methods.joined_optimizers import members_of
+from unisono.methods.offload.kinds import find_kind
 from unisono.methods.offload.optimizers import (
     GroupStep,
     OwnRule,
     Rule,
     Scalars,
-    find_need_of_whole,
     make_rule,
     read_settings,
 )
+from unisono.methods.strategies._crossing import Piece
 from unisono.methods.strategies._host_memory import HostMemory, cut
-
-
-class Piece(NamedTuple):
-    """Elements of one parameter, by their places in its line."""
-
-    slot: int  # which parameter of the line
-    start: int
-    stop: int
 
 
 class Line:
@@ -67,11 +62,6 @@ class Line:
         start = self._layout.starts[slot]
         return start, start + self._layout.lengths[slot]
 
-    def span(self, piece: Piece) -> str:
-        """Which elements of its parameter a piece has, in words: "[0:16]"."""
-        first = self._layout.starts[piece.slot]
-        return f"[{piece.start - first}:{piece.stop - first}]"
-
     def pieces(self, rank: int, parts: int, slots: Container[int] | None = None) -> list[Piece]:
         """What is the part of `rank`, of so many: an equal share of the elements of some parameters (None: of those
         that are trainable)."""
@@ -101,15 +91,11 @@ def group_lines(named: Sequence[tuple[str, Parameter]], memory: HostMemory) -> l
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs whole parameters; one that torch does not bring is tried on a small matrix."""
-    if reason := find_need_of_whole(optimizer):
-        raise ValueError(
-            f"shared lets every worker step a part of each parameter, and {type(optimizer).__name__} cannot step a "
-            f"part of one: {reason}. Use an optimizer that steps every element by itself (SGD, AdamW, ...), or the "
-            "allreduce strategy"
-        )
-    for group in optimizer.param_groups:
-        choose_rule(optimizer, group).find_state(read_settings(group))
+    """Refuse an optimizer that cannot be shared out; one that torch does not bring is tried on small matrices."""
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            if find_kind(member, group) == "elements":
+                choose_rule(member, group).find_state(read_settings(group))
 
 
 def choose_rule(optimizer: Optimizer, group: Mapping[str, Any], *, is_real: bool = True) -> Rule:
@@ -149,41 +135,45 @@ class ParameterState:
 class HostState:
     """The lines of state in the host's memory, and which parameters have been stepped equally often."""
 
-    def __init__(self, optimizer: Optimizer, lines: Sequence[Line], memory: HostMemory) -> None:
+    def __init__(
+        self, optimizer: Optimizer, lines: Sequence[Line], memory: HostMemory, owned: Container[Parameter]
+    ) -> None:
+        """`owned`: parameters that are stepped whole, by others than this."""
         self.optimizer, self._memory = optimizer, memory
         self._state: dict[tuple[Line, str], tuple[Tensor, list[Tensor]]] = {}
         self._fresh = StepCount()
-        places = [(p, line, slot) for line in lines for slot, p in enumerate(line.params)]
+        places = [(p, line, slot) for line in lines for slot, p in enumerate(line.params) if p not in owned]
         self._known = {  # by the parameter's id: a tensor's hash is slow
             id(p): ParameterState(p, line, slot, self._fresh) for p, line, slot in places
         }
         self._order: list[list[int]] = []  # the parameters of each group, as they were found
         self._groups: list[list[ParameterState]] = []
-        self._rules: dict[tuple[bool, bool], Rule] = {}
+        self._rules: dict[tuple[Optimizer, bool, bool], Rule] = {}
         self.allocate()
 
-    def groups(self) -> list[tuple[dict[str, Any], list[ParameterState]]]:
-        """The optimizer's groups, and what of their parameters lies in the host's memory."""
-        order = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+    def groups(self) -> list[tuple[Optimizer, dict[str, Any], list[ParameterState]]]:
+        """The groups of the optimizer, or of several, and what of their parameters lies in the host's memory."""
+        every = [(member, group) for member in members_of(self.optimizer) for group in member.param_groups]
+        order = [[id(p) for p in group["params"]] for _, group in every]
         if order != self._order:
             self._order = order
             self._groups = [[self._known[i] for i in ids if i in self._known] for ids in order]
-        return list(zip(self.optimizer.param_groups, self._groups, strict=True))
+        return [(member, group, some) for (member, group), some in zip(every, self._groups, strict=True)]
 
-    def rule(self, group: Mapping[str, Any], line: Line) -> Rule:
-        """The rule by which a group's parameters in a line are stepped."""
+    def rule(self, optimizer: Optimizer, group: Mapping[str, Any], line: Line) -> Rule:
+        """The rule by which the parameters of an optimizer's group in a line are stepped."""
         own = group.get("fused") is False or bool(group.get("foreach"))
-        key = (own, line.dtype.is_floating_point)
+        key = (optimizer, own, line.dtype.is_floating_point)
         if key not in self._rules:
-            self._rules[key] = choose_rule(self.optimizer, group, is_real=line.dtype.is_floating_point)
+            self._rules[key] = choose_rule(optimizer, group, is_real=line.dtype.is_floating_point)
         return self._rules[key]
 
     def allocate(self) -> None:
         """Have memory for all that the optimizer keeps, with its settings as they are; every rank of a host asks alike.
         What it holds already moves there, from the host's first rank."""
-        for group, some in self.groups():
+        for member, group, some in self.groups():
             for line in dict.fromkeys(one.line for one in some):
-                for key in self.rule(group, line).find_state(read_settings(group)).lines:
+                for key in self.rule(member, group, line).find_state(read_settings(group)).lines:
                     if (line, key) not in self._state:
                         memory = self._memory.line(line.numel, line.dtype)
                         self._state[line, key] = memory, line.view(memory)
@@ -198,13 +188,13 @@ class HostState:
     def adopt(self, *, write: bool = True) -> None:
         """Take what the program has put into the optimizer since (`load_state_dict`, a state that was cleared)."""
         counts: dict[Any, StepCount] = {}
-        for group, some in self.groups():
+        for member, group, some in self.groups():
             for one in some:
-                state = self.optimizer.state.get(one.param)
+                state = member.state.get(one.param)
                 if not state:
                     self._forget(one)
                 elif not one.is_as_left(state):
-                    self._adopt(one, state, group, counts, write)
+                    self._adopt(one, state, self.rule(member, group, one.line), group, counts, write)
 
     def _forget(self, one: ParameterState) -> None:
         one.state, one.lines, one.count = None, {}, self._fresh
@@ -213,11 +203,12 @@ class HostState:
         self,
         one: ParameterState,
         state: dict[str, Any],
+        rule: Rule,
         group: dict[str, Any],
         counts: dict[Any, StepCount],
         write: bool,
     ) -> None:
-        rule, settings = self.rule(group, one.line), read_settings(group)
+        settings = read_settings(group)
         keys = rule.find_state(settings).lines
         if any(state.get(key) is None for key in keys):  # as that of SGD without momentum, when it gets some
             self._forget(one)
@@ -237,6 +228,10 @@ class HostState:
     def tiles(self, line: Line, keys: Iterable[str], start: int, stop: int) -> list[Tensor]:
         """The state of elements [start, stop) of a line of parameters: a tensor for each key."""
         return [self._state[line, key][0][start:stop] for key in keys]
+
+    def count_lines(self) -> int:
+        """The most lines of state that a parameter may have."""
+        return max(Counter(line for line, _ in self._state).values(), default=0)
 
     def has_room(self, line: Line, keys: Iterable[str]) -> bool:
         """Whether all these lines of state have memory."""

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.methods.offload.optimizers import GroupStep, Settings, read_settings
+from unisono.methods.strategies._crossing import Piece
 from unisono.methods.strategies._host_memory import HostMemory, describe_settings
 from unisono.methods.strategies.shared.gradients import Mean, Place, do_changes
-from unisono.methods.strategies.shared.lines import HostState, Line, ParameterState, Piece, StepCount, cut_tiles
+from unisono.methods.strategies.shared.lines import HostState, Line, ParameterState, StepCount, cut_tiles
 from unisono.world.transports.arithmetic import combine
 
 TILE_BYTES = 512 << 10  # of parameters, at a time: with gradient and state it stays in the cache
@@ -52,6 +53,7 @@ class Plan:
     by_slot: list[dict[int, Cohort]]  # by line
     means: list[dict[int, Mean]]
     scale: list[tuple[str, Any]]  # what a GradScaler leaves to the optimizer
+    has_begun: bool  # another of several optimizers has stepped with the same gradients: this step cannot be left out
 
 
 class HostStep:
@@ -59,7 +61,6 @@ class HostStep:
 
     def __init__(
         self,
-        optimizer: Optimizer,
         lines: Sequence[Line],
         state: HostState,
         memory: HostMemory,
@@ -71,7 +72,7 @@ class HostStep:
         """`find_pieces(rank, slots)`: the part of a rank of my host, by line, where these parameters of each line are
         stepped; `keeps_tile`: as it was, while it is stepped;
         `in_the_middle` is called when half of my part has been stepped, and half of a tile (a fault on purpose)."""
-        self.optimizer, self.lines, self.state, self.memory = optimizer, list(lines), state, memory
+        self.lines, self.state, self.memory = list(lines), state, memory
         self._find_pieces = find_pieces
         self._marks = [line.numpy() for line in memory.lines(8, torch.int64)]
         self._buffers = [torch.empty(OWN_TILE_BYTES // line.dtype.itemsize, dtype=line.dtype) for line in lines]
@@ -81,19 +82,23 @@ class HostStep:
         self._places: dict[int, Place] = {}  # by the parameter's id: a tensor's hash is slow
         self.number = 0
         self.plan: Plan | None = None
+        self._former: Plan | None = None  # that of another of several optimizers, with the same gradients
 
     # 1 ------------------------------------------------------------------------------------------------------------
 
-    def prepare(self, places: Sequence[Place]) -> None:
-        """Plan the step: which parameters are stepped alike, and how the mean of each gradient is found."""
+    def prepare(self, places: Sequence[Place], optimizer: Optimizer, *, has_begun: bool) -> None:
+        """Plan the step of the optimizer, or of one of several: which parameters are stepped alike, and how the mean of
+        each gradient is found. `has_begun`: another has stepped with the same gradients."""
         self.state.adopt()
         if not self._places:
             self._places = {id(place.param): place for place in places}
         by_slot: dict[Line, dict[int, Cohort]] = {line: {} for line in self.lines}
         means: dict[Line, dict[int, Mean]] = {line: {} for line in self.lines}
         found: dict[Any, Cohort] = {}
-        for i, (group, some) in enumerate(self.state.groups()):
+        for i, (member, group, some) in enumerate(self.state.groups()):
             settings: Settings | None = None
+            if member is not optimizer:
+                continue
             for one in some:
                 place = self._places[id(one.param)]
                 place.take_over()
@@ -103,7 +108,7 @@ class HostStep:
                 key = (i, one.line, one.count)
                 cohort = found.get(key)
                 if cohort is None:
-                    step = GroupStep(self.state.rule(settings, one.line), settings, one.count.scalars)
+                    step = GroupStep(self.state.rule(member, settings, one.line), settings, one.count.scalars)
                     cohort = found[key] = Cohort(step, one.count)
                 cohort.members.append(one)
                 by_slot[one.line][one.slot] = cohort
@@ -111,10 +116,13 @@ class HostStep:
         if any(not self.state.has_room(line, cohort.step.lines) for (_, line, _), cohort in found.items()):
             self.state.allocate()
         if self._keeps_tile:
-            self._make_room(max((len(cohort.step.lines) for cohort in found.values()), default=0))
-        scale = getattr(self.optimizer, "grad_scale", None)  # a GradScaler's, where the optimizer says fused=True
+            self._make_room(self.state.count_lines())
+        scale = getattr(optimizer, "grad_scale", None)  # a GradScaler's, where the optimizer says fused=True
         divisor = [] if scale is None else [("div", scale.detach().clone())]
-        self.plan = Plan(self.number + 1, list(found.values()), list(by_slot.values()), list(means.values()), divisor)
+        self._former = self.plan if has_begun else None
+        self.plan = Plan(
+            self.number + 1, list(found.values()), list(by_slot.values()), list(means.values()), divisor, has_begun
+        )
 
     def describe(self) -> list[str]:
         """What must be alike on all ranks of a host for them to step one model, in words."""
@@ -127,10 +135,9 @@ class HostStep:
             found += [*describe_settings(cohort.step.settings), taken]
         return found
 
-    @property
-    def is_skipped(self) -> bool:
+    def is_skipped(self, optimizer: Optimizer) -> bool:
         """Whether a GradScaler found a value that is not finite, and left it to the optimizer to do nothing."""
-        found = getattr(self.optimizer, "found_inf", None)
+        found = getattr(optimizer, "found_inf", None)
         return found is not None and bool(found)
 
     def _make_room(self, lines: int) -> None:
@@ -258,11 +265,17 @@ class HostStep:
         return [(memory[k * room : k * room + stop - start], x) for k, x in enumerate(parts)]
 
     def find_torn(self) -> list[int]:
-        """The ranks of my host that have not ended the last step that any of them began."""
+        """The ranks of my host that have not ended the last step that any of them began, or has to begin."""
+        return list(dict.fromkeys(rank for plan in self._find_plans() for rank in self._find_behind(plan)))
+
+    def _find_plans(self) -> list[Plan]:
+        """Steps that some rank has begun, or has to begin because another of several optimizers has stepped."""
         last = max(int(mark[_STEP]) for mark in self._marks)
-        if self.plan is None or self.plan.number != last:  # no step has begun since all ended one
-            return []
-        return [rank for rank, mark in enumerate(self._marks) if int(mark[_ENDED]) < last]
+        plans = [plan for plan in (self._former, self.plan) if plan is not None]
+        return [plan for plan in plans if plan.number == last or (plan.has_begun and plan.number == last + 1)]
+
+    def _find_behind(self, plan: Plan) -> list[int]:
+        return [rank for rank, mark in enumerate(self._marks) if int(mark[_ENDED]) < plan.number]
 
     def await_torn(self) -> list[int]:
         """The same, once those that are still at their part have ended it; one at least is lost."""
@@ -272,16 +285,22 @@ class HostStep:
         return torn
 
     @torch.no_grad()
-    def finish(self, ranks: Sequence[int]) -> None:
+    def finish(self) -> None:
         """End the step of ranks that are lost: all gradients are in place, and so is the tile that was at work."""
-        plan = self.plan
-        for rank in ranks:
-            assert plan is not None
-            mark = self._marks[rank]
-            begun = int(mark[_STEP]) == plan.number
-            done, at_work = (int(mark[_DONE]), int(mark[_AT_WORK])) if begun else (0, 0)
-            if at_work > done:
-                i, tile = self._tiles(plan, rank)[at_work - 1]
-                for kept, x in self._kept_tiles(i, plan.by_slot[i][tile.slot], tile, rank):
-                    x.copy_(kept)
-            self._step_part(plan, rank, done)
+        for plan in self._find_plans():
+            for rank in self._find_behind(plan):
+                self._finish_part(plan, rank)
+            if self.number < plan.number:  # it was never begun here
+                self.number = plan.number
+                for cohort in plan.cohorts:
+                    self._end_cohort(cohort)
+
+    def _finish_part(self, plan: Plan, rank: int) -> None:
+        mark = self._marks[rank]
+        begun = int(mark[_STEP]) == plan.number
+        done, at_work = (int(mark[_DONE]), int(mark[_AT_WORK])) if begun else (0, 0)
+        if at_work > done:
+            i, tile = self._tiles(plan, rank)[at_work - 1]
+            for kept, x in self._kept_tiles(i, plan.by_slot[i][tile.slot], tile, rank):
+                x.copy_(kept)
+        self._step_part(plan, rank, done)

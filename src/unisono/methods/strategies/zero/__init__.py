@@ -7,15 +7,21 @@ the settings; `replica` is what follows from them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from unisono.methods.checks import AtLeast
+from unisono.methods.exchange.reduction import check_real
 from unisono.methods.facts import Convergence, Example, Facts
-from unisono.methods.strategies.zero.optimizer_shards import check_optimizer
+from unisono.methods.joined_optimizers import describe_optimizer
+from unisono.methods.offload.kinds import find_kinds
+from unisono.methods.reducer import Reducer
+from unisono.methods.strategies.zero.codes import CODE_BYTES
+from unisono.methods.strategies.zero.groups import check_within, find_groups
 from unisono.methods.strategies.zero.replica import ZeroReplica
+from unisono.methods.strategies.zero.scatter import find_codec
 from unisono.methods.strategy import Accumulate, Buffers, Keeps, Pattern, Replica, Strategy
 from unisono.methods.strategy.mistakes import refuse_common_memory
 from unisono.units import parse_size
@@ -31,6 +37,10 @@ FACTS = Facts(
         Example("zero(stage=3)", exact=True, splits_state=True),
         Example("zero(stage=2, spare=True)", exact=True),
         Example("zero(stage=3, spare=True)", exact=True),
+        Example("zero(stage=2, within=1)", exact=True),
+        Example("zero(stage=3, within=1)", exact=True),
+        Example("zero(stage=3, gather=int8)", splits_state=True),
+        Example("zero(stage=2, gather=int8, reducer=error_feedback(bytegrad))", splits_state=True),
     ],
     refuses={
         "stage=0": "stage",
@@ -40,6 +50,13 @@ FACTS = Facts(
         "unit_bytes=0": "unit_bytes",
         "buffers=sometimes": "buffers",
         "spare=True, optimizer_on=cpu": "stepped together",
+        "gather=int4": "gather",
+        "gather=int8, optimizer_on=cpu": "gather='int8' needs optimizer_on='device'",
+        "reducer=powersgd": "no meaning for shards",
+        "within=hosts": "'host'",
+        "within=0": "number of ranks",
+        "across=bf16": "between groups",
+        "within=2, spare=True": "already",
     },
     convergence=Convergence("exact", "as one process on the joined batches; state is split over the workers"),
     plans=["zero(stage=2)"],
@@ -69,6 +86,13 @@ class zero(Strategy):
     disk: the folder for the scratch file. None: the system's folder for temporary files.
     spare: every rank keeps a copy of the next-lower rank's part, and steps it too: what a lost rank held is still
         there. Costs as much memory again for all that is split, and the bytes of a reduced gradient.
+    within: "host", so many ranks that follow each other, or a dimension of torch's mesh (`mesh["shard"]`): each such
+        group of ranks splits everything among its own, and only means of gradients pass between groups.
+    across: how means are taken between the groups (None: exactly); any reducer, such as powersgd(rank=4).
+    gather: "int8" gathers parameters in 8 bits, rounded in blocks of 256, a quarter of the bytes of fp32. What the
+        optimizer steps, and what is saved, stays exact.
+    reducer: how gradients travel to the ranks that step them (None: exactly): bf16, fp16, fp8, bytegrad, qsgd, nuqsgd,
+        topk, and error_feedback around one of them, which keeps a number a parameter on every rank.
     """
 
     stage: Literal[1, 2, 3] = 2
@@ -87,18 +111,44 @@ class zero(Strategy):
     moments: Literal["fp32", "bf16"] = "fp32"
     disk: str | None = None
     spare: bool = False
+    within: Any = None
+    across: Reducer | None = None
+    gather: Literal["int8"] | None = None
+    reducer: Reducer | None = None
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._check_places()
-        check_optimizer(optimizer)
+        self._check_groups()
+        kinds = find_kinds(optimizer)  # refuses what cannot be split
+        if "tensors" in kinds.values() and (self.optimizer_on == "disk" or self.delayed_update):
+            asked = "optimizer_on='disk'" if self.optimizer_on == "disk" else "delayed_update=True"
+            raise ValueError(
+                f"zero({asked}) steps parts of tensors, {describe_optimizer(optimizer)} has to step whole ones: use "
+                "optimizer_on='cpu', which steps them in the host's memory"
+            )
         if world.size > 1:
             refuse_common_memory(model, "zero")
+            find_groups(self.within, world)
+        for reducer in (self.across, self.reducer):
+            if reducer is not None:
+                check_real(reducer, list(model.named_parameters()))
+                if reducer.check is not None:
+                    reducer.check(optimizer, world)
 
     def why_torch_optimizer(self) -> str:
         return "it splits the optimizer's state over the ranks"
 
     def pattern(self) -> Pattern:
-        return replace(super().pattern(), gathers=2 if self.stage == 3 else 1, keeps=Keeps.as_set(self))
+        rounded = None
+        if self.gather is not None:
+            rounded = Convergence("rounded", "computes with parameters of 8 bits; what is stepped is exact")
+        return replace(
+            super().pattern(),
+            gathers=2 if self.stage == 3 else 1,
+            gathered=1.0 if self.gather is None else CODE_BYTES / 4,
+            keeps=Keeps.as_set(self),
+            convergence=rounded,
+        )
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return ZeroReplica(model, optimizer, world, self)
@@ -136,6 +186,26 @@ class zero(Strategy):
             raise ValueError(
                 f"spare=True needs optimizer_on='device', got {self.optimizer_on!r}: the copy of another rank's part "
                 "is stepped together with this rank's own, by the optimizer itself"
+            )
+
+    def _check_groups(self) -> None:
+        """Refuse settings of hybrid sharding that make no sense together."""
+        check_within(self.within)
+        if self.reducer is not None and not self.reducer.exact:
+            find_codec(self.reducer)
+        if self.across is not None and self.within is None:
+            raise ValueError(
+                f"across={self.across.spec or '...'} is how means are taken between groups of ranks, and "
+                "without within there are none: give within='host', or within=K ranks"
+            )
+        if self.gather is not None and self.optimizer_on != "device":
+            raise ValueError(
+                f"gather={self.gather!r} needs optimizer_on='device', got {self.optimizer_on!r}: exact values are kept "
+                "where they are stepped"
+            )
+        if self.spare and self.within is not None:
+            raise ValueError(
+                f"spare=True says nothing with within={self.within!r}: every group has a copy of every part already"
             )
 
     def _check_off_device(self, name: str, value: object, *, needs: Place | None = None) -> None:

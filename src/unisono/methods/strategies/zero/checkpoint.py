@@ -6,14 +6,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from unisono.methods.joined_optimizers import members_of
 from unisono.methods.model_copies import add_hook
 from unisono.methods.strategies.zero.hooks import ModelHook
-from unisono.methods.strategies.zero.offloading import Offloading
+from unisono.methods.strategies.zero.offloads import Offloads
 from unisono.methods.strategies.zero.optimizer_shards import OptimizerShards, as_stored
 from unisono.methods.strategies.zero.units import Unit
 from unisono.methods.strategies.zero.values import Values
@@ -23,7 +26,7 @@ from unisono.world import World
 Holder = tuple[int, int]  # of the shards of one former rank: a rank, and 0 for its own or 1 for the copy that it keeps
 
 
-def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
+def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloads | None) -> dict[str, Any]:
     """Collect the model's state: a Piece for each parameter that is split, in the precision that the optimizer steps.
 
     `model.state_dict()` must leave the values where they are while this runs.
@@ -32,7 +35,7 @@ def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offlo
     made: dict[Tensor, Piece] = {}
     for unit in units:
         for slot, param in enumerate(unit.params):
-            if offload is not None and unit.trainable:
+            if offload is not None and not unit.steps_here:
                 made[param] = offload.piece(unit, slot)
                 continue
             line = unit.master if unit.trainable else unit.shard
@@ -50,7 +53,7 @@ def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offlo
 
 @torch.no_grad()
 def load_model(
-    model: nn.Module, units: Sequence[Unit], saved: Mapping[str, Any], *, whole: bool, offload: Offloading | None
+    model: nn.Module, units: Sequence[Unit], saved: Mapping[str, Any], *, whole: bool, offload: Offloads | None
 ) -> None:
     """Load saved values: my elements of them, or all of them where a rank keeps `whole` units."""
     places = {param: (unit, slot) for unit in units for slot, param in enumerate(unit.params)}
@@ -65,7 +68,7 @@ def load_model(
             start = unit.layout.starts[slot]
             stored.read(0, stored.numel(), out=unit.full[start : start + stored.numel()])
         for one, part in ((u, part) for u in unit.held for part in u.parts):
-            if part.slot == slot and offload is not None and unit.trainable:
+            if part.slot == slot and offload is not None and not unit.steps_here:
                 offload.load_values(unit, part, stored)
             elif part.slot == slot:
                 for line in dict.fromkeys((one.shard, one.master) if unit.trainable else (one.shard,)):
@@ -93,19 +96,21 @@ def load_whole(value: Any) -> Any:
     return value
 
 
-def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, offload: Offloading | None) -> None:
-    """Load saved state."""
+def load_optimizer(
+    shards: OptimizerShards, units: Sequence[Unit], saved: Any, offload: Offloads | None, member: int | None = None
+) -> None:
+    """Load saved state; `member`: of one of several optimizers alone."""
     if not units:
         shards.optimizer.load_state_dict(load_whole(saved))
         return
-    shards.load(saved)
+    shards.load(saved, member)
     if offload is not None:
-        offload.load_states(saved["state"])
-        shards.drop_state()
+        offload.load_states(saved["state"], member)
+        shards.drop_state(away=True)
 
 
 @torch.no_grad()
-def take_written(offload: Offloading | None, unit: Unit, before: Sequence[Tensor] | None) -> None:
+def take_written(offload: Offloads | None, unit: Unit, before: Sequence[Tensor] | None) -> None:
     """Take the elements of a unit's whole values that the program has changed into my shards. The others keep what
     they have beyond the precision that computes.
 
@@ -113,10 +118,10 @@ def take_written(offload: Offloading | None, unit: Unit, before: Sequence[Tensor
     """
     for i, one in enumerate(unit.held):
         now = one.my_shard(unit.full)
-        if offload is None or not unit.trainable:
+        if offload is None or unit.steps_here:
             changed = now != (one.shard if before is None else before[i])
             for line in dict.fromkeys((one.shard, one.master) if unit.trainable else (one.shard,)):
-                line.copy_(torch.where(changed, now.to(line.dtype), line))
+                line.copy_(torch.where(changed.to(line.device), now.to(line.device, line.dtype), line))
             continue
         changed = (now != (offload.values(unit).to(now.device) if before is None else before[i])).cpu()
         if changed.any():
@@ -136,7 +141,7 @@ class WholeStateDict:
         model: nn.Module,
         units: Sequence[Unit],
         values: Values,
-        offload: Offloading | None,
+        offload: Offloads | None,
         on_load: Callable[[], None],
     ) -> None:
         self._on_load = on_load
@@ -188,7 +193,7 @@ class WholeStateDict:
         if self._paused:
             return
         for unit in self._units:
-            if unit.trainable and self._offload is not None:
+            if self._offload is not None and not unit.steps_here:
                 self._offload.set_master(unit, unit.my_shard(unit.full))
                 continue
             unit.bring_back()
@@ -209,46 +214,49 @@ class WholeOptimizerState:
     """Lets `optimizer.state_dict()` give the state of whole parameters, as that of one process, and
     `optimizer.load_state_dict()` take my part of such a state, by hooks on the optimizer.
 
-    gather(): the state by parameter, from all ranks, which all have to call it.
+    gather(i): the state by parameter, of one of several optimizers, from all ranks, which all have to call it.
     """
 
     def __init__(
         self,
         shards: OptimizerShards,
         units: Sequence[Unit],
-        offload: Offloading | None,
-        gather: Callable[[], dict[Tensor, dict[str, Any]]],
+        offload: Offloads | None,
+        gather: Callable[[int], dict[Tensor, dict[str, Any]]],
     ) -> None:
         self._shards, self._units, self._offload, self._gather = shards, list(units), offload, gather
         self._own: Any = None  # the optimizer's state by leaf, while it shows another
         self._given: Any = None  # what is being loaded
         optimizer = shards.optimizer
         self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._show_whole()),
-            optimizer.register_state_dict_post_hook(lambda *_: self._show_own()),
-            optimizer.register_load_state_dict_pre_hook(lambda _, state: self._begin_loading(state)),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._load()),
+            optimizer.register_state_dict_pre_hook(self._show_whole),
+            optimizer.register_state_dict_post_hook(lambda which, _: self._show_own(which)),
+            optimizer.register_load_state_dict_pre_hook(self._begin_loading),
+            optimizer.register_load_state_dict_post_hook(self._load),
         ]
 
-    def _show_whole(self) -> None:
-        optimizer = self._shards.optimizer
-        whole = self._gather()
+    def _number(self, optimizer: Optimizer) -> int:
+        """Which of several optimizers this is."""
+        return next(i for i, member in enumerate(members_of(self._shards.optimizer)) if member is optimizer)
+
+    def _show_whole(self, optimizer: Optimizer) -> None:
+        whole = self._gather(self._number(optimizer))
         self._own = optimizer.state
         held = (p for group in optimizer.param_groups for p in group["params"])
         every = {p: whole.get(p) or self._own.get(p) for p in held}
         optimizer.state = defaultdict(dict, {p: state for p, state in every.items() if state})
 
-    def _show_own(self) -> None:
-        self._shards.optimizer.state, self._own = self._own, None
+    def _show_own(self, optimizer: Optimizer) -> None:
+        optimizer.state, self._own = self._own, None
 
-    def _begin_loading(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _begin_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Leave to torch what is not split: it would cast all of it, on every rank."""
-        self._given = state
-        numbers = self._shards.find_split_numbers()
+        first, numbers = self._shards.find_split_numbers(self._number(optimizer))
+        self._given = {**state, "state": {first + k: one for k, one in state["state"].items()}}
         return {**state, "state": {k: one for k, one in state["state"].items() if k not in numbers}}
 
-    def _load(self) -> None:
-        load_optimizer(self._shards, self._units, self._given, self._offload)
+    def _load(self, optimizer: Optimizer) -> None:
+        load_optimizer(self._shards, self._units, self._given, self._offload, self._number(optimizer))
         self._given = None
 
     def close(self) -> None:
@@ -260,6 +268,21 @@ class WholeOptimizerState:
 # Whole again ---------------------------------------------------------------------------------------------------------
 
 
+def find_given(world: World, order: Sequence[Holder]) -> list[int]:
+    """Which of `unit.held` this rank gives to the whole."""
+    return [which for which in (0, 1) if (world.rank, which) in order]
+
+
+def join_lines(world: World, order: Sequence[Holder], unit: Unit, lines: Sequence[Tensor], empty: Tensor) -> Tensor:
+    """The whole line of a unit, from the shards that each rank gives of it, in `order`."""
+    found = world.all_gather(torch.cat([empty, *lines]), tag="restore").wait()
+    joined = []
+    for length, (r, which) in zip(unit.lengths, order, strict=True):
+        both = (r, 1 - which) in order  # then it gave its own before the copy
+        joined.append(found[r][-length or len(found[r]) :] if both and which else found[r][:length])
+    return torch.cat(joined)
+
+
 def join_units(
     units: Sequence[Unit], shards: OptimizerShards, world: World, order: Sequence[Holder]
 ) -> tuple[dict[Tensor, Tensor], dict[Tensor, dict[str, Any]]]:
@@ -267,23 +290,17 @@ def join_units(
 
     A rank that is not among them has `units` of the same layout, and nothing in them.
     """
-    gives = [which for which in (0, 1) if (world.rank, which) in order]
 
     def given(unit: Unit) -> list[Unit]:
-        return [unit.held[which] for which in gives]
+        return [unit.held[which] for which in find_given(world, order)]
 
-    def join_shards(lines: list[Tensor], empty: Tensor) -> Tensor:
-        found = world.all_gather(torch.cat([empty, *lines]), tag="restore").wait()
-        # A rank that gave both gave its own before the copy.
-        both = {r: found[r].chunk(2) if (r, 1 - which) in order else (found[r],) * 2 for r, which in order}
-        return torch.cat([both[r][which] for r, which in order])
-
+    join_shards = partial(join_lines, world, order)
     states = shards.join([unit for unit in units if unit.trainable], given, world, join_shards)
     values: dict[Tensor, Tensor] = {}
     for unit in units:
         dtype = unit.master_dtype if unit.trainable else unit.dtype
         empty = torch.empty(0, dtype=dtype, device=unit.params[0].device)
-        full = join_shards([one.master if unit.trainable else one.shard for one in given(unit)], empty)
+        full = join_shards(unit, [one.master if unit.trainable else one.shard for one in given(unit)], empty)
         views = zip(unit.params, unit.views(full), strict=True)
         values |= {param: view.to(unit.original_dtype, copy=True) for param, view in views}
     return values, states

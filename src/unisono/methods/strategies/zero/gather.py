@@ -27,10 +27,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from unisono.background import Handle, SerialQueue
+from unisono.methods.strategies.zero.groups import Groups
 from unisono.methods.strategies.zero.hooks import ModelHook
 from unisono.methods.strategies.zero.units import Unit
-from unisono.methods.strategies.zero.values import Values, Watched, name_function
-from unisono.world import Mismatch, PeerLost, World
+from unisono.methods.strategies.zero.values import Values, Watched, gather_values, name_function
+from unisono.world import Mismatch, PeerLost
 
 UNITS_GATHERED = 2  # at most, beside the model's own: the one at work, and the one that comes next
 UNITS_IN_USE = 2  # at most, of those that are used outside the forward of their modules
@@ -55,18 +56,19 @@ class GatheredValues(Values):
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        world: World,
+        groups: Groups,
         fetch: Callable[[Unit], Tensor],
         take_written: Callable[[Unit, list[Tensor] | None], None],
         *,
         ahead: bool,
     ) -> None:
-        self.model, self.units, self._world = model, list(units), world
-        self.channel, self._fetch, self._take_written = world.channel(inline=True), fetch, take_written
+        self.model, self.units, self._world = model, list(units), groups.world
+        self.channel, self._fetch, self._take_written = groups.inside.channel(inline=True), fetch, take_written
         on_cpu = self.units[0].full.device.type == "cpu"
-        self._lane = SerialQueue("unisono gather") if ahead and world.size > 1 and on_cpu else None
+        self._lane = SerialQueue("unisono gather") if ahead and groups.size > 1 and on_cpu else None
         self._coming: dict[Unit, Handle[None]] = {}
         self._there: dict[Unit, list[tuple[int, int]]] = {}  # with its parameters' versions and places as gathered
+        self._exact: set[Unit] = set()  # of these, as they are and not as bytes; and what is not coded
         self._in_use: dict[Unit, list[Tensor] | None] = {}  # by `use`, the last one last; see `take_written`
         self._uses: dict[nn.Module, int] = {}  # how many calls of a module are under way
         self._order: list[nn.Module] = []  # in which forward needed the modules, first time
@@ -91,57 +93,59 @@ class GatheredValues(Values):
             self.release(unit)
 
     @torch.no_grad()
-    def renew(self) -> None:
-        for unit in self.units:
-            if unit.trainable:
-                unit.update_shard()
+    def renew(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            unit.update_shard()
         self.release_all()
 
     def gather_all(self, why: str = "") -> None:
-        if any(unit not in self._there for unit in self.units):
+        if any(unit not in self._there or unit not in self._exact for unit in self.units):
             self._announce(why)
         for unit in self.units:
-            self.gather(unit)
+            self.gather(unit, exact=True)
 
     # Values ----------------------------------------------------------------------------------------------
 
-    def gather(self, unit: Unit) -> None:
-        """Have the values of a unit here."""
-        if unit in self._there:
+    def gather(self, unit: Unit, *, exact: bool = False) -> None:
+        """Have the values of a unit here; `exact`: as they are, where they are computed with as bytes."""
+        exact = exact or not unit.coded
+        if unit in self._there and (unit in self._exact) == exact:
             return
+        if unit in self._there or (exact and unit.coded):
+            self.release(unit)
         with _outside_transforms():
-            self._start(unit).wait()
+            self._start(unit, exact).wait()
             self._coming.pop(unit, None)
             self._watched.show(unit)
             for param, view in zip(unit.params, unit.views(unit.full), strict=True):
                 param.data = view
         self._there[unit] = [(param._version, param.data_ptr()) for param in unit.params]
+        if exact:
+            self._exact.add(unit)
         self._hide(unit)
 
     def _announce(self, why: str) -> None:
         """A collective that no forward has, in this thread, whose line of the program goes with it: a rank that alone
         saves or reads parameters must not take part in what the others gather for a forward."""
-        if not why or self._world.size == 1:
+        if not why or self.channel.size == 1:
             return
         for coming in list(self._coming.values()):
             coming.wait()
         self._world.run_tolerating_loss(lambda: self.channel.barrier(tag=why))
 
     @torch.no_grad()
-    def _fill(self, unit: Unit) -> None:
+    def _fill(self, unit: Unit, exact: bool) -> None:
         with torch.inference_mode(False):
             unit.full = torch.empty(unit.numel, dtype=unit.dtype, device=unit.full.device)
-        mine, shards = self._fetch(unit), unit.shards(unit.full)
-        self._world.run_tolerating_loss(
-            lambda: self.channel.all_gather(mine, even=True, out=shards, tag=unit.tag).wait()
-        )
+        mine = self._fetch(unit)
+        self._world.run_tolerating_loss(lambda: gather_values(unit, mine, self.channel, exact=exact))
 
-    def _start(self, unit: Unit) -> Handle[None]:
+    def _start(self, unit: Unit, exact: bool = False) -> Handle[None]:
         """Begin to gather a unit: in the order of the calls, which is the same on every rank."""
         if unit not in self._coming:
             if self._lane is None:
-                return Handle.of(self._fill(unit))
-            self._coming[unit] = self._lane.submit(lambda: self._fill(unit))
+                return Handle.of(self._fill(unit, exact))
+            self._coming[unit] = self._lane.submit(lambda: self._fill(unit, exact))
         return self._coming[unit]
 
     def release(self, unit: Unit) -> None:
@@ -158,6 +162,7 @@ class GatheredValues(Values):
             for param, nothing in zip(unit.params, self._nothing[unit], strict=True):
                 param.data = nothing
             unit.full = unit.full.new_empty(0)
+        self._exact.discard(unit)
         self._watched.hide(unit)
 
     @torch.no_grad()
@@ -173,6 +178,8 @@ class GatheredValues(Values):
                 )
             if param.data_ptr() != view.data_ptr():  # p.data = x
                 view.copy_(param)
+        if before is None and unit not in self._exact:
+            before = [one.seen(one.shard) for one in unit.held]
         if is_written or before is not None:
             self._take_written(unit, before)
 
@@ -201,7 +208,7 @@ class GatheredValues(Values):
             if unit not in self._there:
                 name = next(name for name, x in zip(unit.names, unit.params, strict=True) if x in set(params))
                 self._announce(f"{name_function(function)} of {name!r}" if outside else "")
-                self.gather(unit)
+                self.gather(unit, exact=outside)
                 self._in_use[unit] = [x.my_shard(unit.full).clone() for x in unit.held] if outside else None
             elif unit in self._in_use:
                 self._in_use[unit] = self._in_use.pop(unit)  # the last one

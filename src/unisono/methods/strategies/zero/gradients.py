@@ -23,12 +23,14 @@ class ShardedGradients:
     """The gradients of some units in one window. Parameters are numbered through, over all units.
 
     used: whether any rank had a gradient, by number.
-    used_up: the optimizer has stepped with them.
-    overflow: some rank had a value that is not finite, so AMP is to skip the step on all of them.
+    used_up: the units that the optimizer has stepped.
+    changed: the numbers of the optimizers (of several) whose gradients the program has changed.
+    overflow: those of which some rank had a value that is not finite, so AMP is to skip their step on all ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], world: World) -> None:
-        self.units, self._world = list(units), world
+    def __init__(self, units: Sequence[Unit], world: World, inside: World | None = None) -> None:
+        """`inside`: the ranks that have one shard each, where others of the world have the same (see `groups`)."""
+        self.units, self._world, self._inside = list(units), world, inside or world
         self.places = [(unit, slot) for unit in self.units for slot in range(len(unit.params))]
         self.first = {unit: number for number, (unit, slot) in reversed(list(enumerate(self.places))) if slot == 0}
         self._shown = [self._make(number) for number in range(len(self.places))]
@@ -41,7 +43,9 @@ class ShardedGradients:
     def open_window(self) -> None:
         """Begin with gradients that nobody has."""
         self.used = [False] * len(self.places)
-        self.used_up = self.overflow = False
+        self.used_up: set[Unit] = set()
+        self.overflow: set[Unit] = set()
+        self.changed: set[int] = set()
         self._squares: dict[Unit, list[Tensor]] = {}  # of gradients that have left
         self._factors = [1.0] * len(self.places)  # by which they are to be multiplied
         self._last_factor: tuple[Any, float] = (None, 1.0)
@@ -67,7 +71,7 @@ class ShardedGradients:
             sums = self._power_sums(order)
             inf = math.isinf(order)
             self._world.run_tolerating_loss(
-                lambda: self._world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait()
+                lambda: self._inside.all_reduce(sums, "max" if inf else "sum", tag="norms").wait()
             )
             roots = sums if inf else sums ** (1.0 / order)
             self._norms = {order: [x.to(unit.dtype) for x, (unit, _) in zip(roots, self.places, strict=True)]}
@@ -97,18 +101,16 @@ class ShardedGradients:
     def scale(self, numbers: Sequence[int], factor: Any) -> None:
         """Multiply my parts of some gradients."""
         self.forget_norms()
-        chosen = set(numbers)
-        if self.used_up:
-            return
+        chosen = {number for number in numbers if self.places[number][0] not in self.used_up}
         for number in chosen:
             self._factors[number] *= self._as_float(factor)
         for mine in self._take_lines(chosen):
-            mine.mul_(factor)
+            mine.mul_(factor.to(mine.device) if isinstance(factor, Tensor) and mine.is_cpu else factor)
 
     def clear(self, number: int) -> None:
         """Make my part of a gradient zero."""
         self.forget_norms()
-        if not self.used_up:
+        if self.places[number][0] not in self.used_up:
             self._factors[number] = 0.0
             for mine in self._take_lines([number]):
                 mine.zero_()
@@ -117,12 +119,12 @@ class ShardedGradients:
     def unscale(self, numbers: Sequence[int], found_inf: Tensor, factor: Tensor) -> None:
         """Multiply my parts as a GradScaler does, and tell it of values that are not finite, on whichever rank."""
         self.forget_norms()
-        if not all(unit.steps_here for unit in self.units):
+        if not all(self.places[number][0].steps_here for number in numbers):
             raise NotImplementedError("a GradScaler, for gradients that have left for the host: compute in bf16")
         mine = self._take_lines(set(numbers))
         if mine:
             torch._amp_foreach_non_finite_check_and_unscale_(mine, found_inf, factor)
-        if self.overflow:
+        if any(self.places[number][0] in self.overflow for number in numbers):
             found_inf.fill_(1.0)
         if self._world.axes is not None:
             self._world.axes.agree_overflow(found_inf)
@@ -131,6 +133,7 @@ class ShardedGradients:
         """My parts of some gradients, and those of which I keep a copy, to be changed: whole lines where all of a unit
         are chosen."""
         found = []
+        self.changed |= {self.places[number][0].member for number in numbers}
         for unit in self.units:
             first = self.first[unit]
             chosen = {slot for slot in range(len(unit.params)) if first + slot in numbers}
@@ -164,7 +167,7 @@ class ShardedGradients:
         unit, slot = self.places[number]
         if unit.gradient is None:
             raise RuntimeError(f"{unit.names[slot]!r} has no gradient here: none yet, or it has left for the host")
-        shards = self._world.all_gather(unit.gradient, even=True, tag="full gradient").wait()
+        shards = self._inside.all_gather(unit.gradient, even=unit.owners is None, tag="full gradient").wait()
         return unit.views(torch.cat(shards))[slot].clone()
 
     # What leaves for the host --------------------------------------------------------------------------------
@@ -176,9 +179,10 @@ class ShardedGradients:
             views = [unit.gradient[part.at : part.at + part.length] for part in unit.parts]
             self._squares[unit] = [x.to(_wide_dtype(x)).square() for x in torch._foreach_norm(views)]
 
-    def factor(self) -> float:
-        """What the gradients that left are to be multiplied by."""
-        found = {factor for factor, used in zip(self._factors, self.used, strict=True) if used}
+    def factor(self, units: Collection[Unit]) -> float:
+        """What the gradients of these units, which left, are to be multiplied by."""
+        every = zip(self.places, self._factors, self.used, strict=True)
+        found = {factor for (unit, _), factor, used in every if used and unit in units}
         if len(found) > 1:
             raise ValueError(
                 "the gradients of this window were multiplied by different numbers after they had left for the host: "
@@ -249,7 +253,7 @@ class ShardedGradients:
                 if not used[part.slot]:
                     leaf.grad = None
                 elif unit.steps_here and one.gradient is not None:
-                    leaf.grad = one.gradient[part.at : part.at + part.length]
+                    leaf.grad = one.shape(part, one.gradient[part.at : part.at + part.length])
 
     def drop_cleared(self) -> None:
         """A parameter whose `p.grad` was taken away after backward is not stepped."""
@@ -263,23 +267,34 @@ class ShardedGradients:
                     "of the former one: change it in place (clipping, mul_), or clear it"
                 )
             self.used[number] = False
+            self.changed.add(unit.member)
             for one in unit.held:
                 for part, leaf in zip(one.parts, one.leaves, strict=True):
                     if part.slot == slot:
                         leaf.grad = None
 
+    def use_late(self) -> None:
+        """Where a reducer sends what it kept from earlier windows: a parameter that no rank used in this one may have a
+        gradient too."""
+        for unit in self.units:
+            for part in unit.parts:
+                number = self.first[unit] + part.slot
+                if not self.used[number] and unit.gradient is not None:
+                    self.used[number] = bool(unit.gradient[part.at : part.at + part.length].any())
+
     # Values that are not finite ------------------------------------------------------------------------------
 
-    def has_nonfinite(self) -> bool:
-        """Whether my shards hold a value that is not finite."""
-        shards = [u.gradient for u in self.units if u.gradient is not None and u.shard_length]
-        if not shards:
-            return False
-        shards = [torch.view_as_real(x) if x.is_complex() else x for x in shards]
-        sums = torch.stack([x.sum(dtype=_wide_dtype(x)).abs().double() for x in shards])
+    def find_nonfinite(self) -> set[Unit]:
+        """The units of which my shard holds a value that is not finite."""
+        every = [(u, u.gradient) for u in self.units if u.gradient is not None and u.shard_length]
+        if not every:
+            return set()
+        shards = [(unit, torch.view_as_real(x) if x.is_complex() else x) for unit, x in every]
+        on = self.units[0].params[0].device
+        sums = torch.stack([x.sum(dtype=_wide_dtype(x)).abs().double().to(on) for _, x in shards])
         if math.isfinite(sums.sum().item()):  # then all are; else a sum may be too large, and all are looked at
-            return False
-        return not all(bool(torch.isfinite(x).all()) for x in shards)
+            return set()
+        return {unit for unit, x in shards if not torch.isfinite(x).all()}
 
 
 class ShardedGradient(LazyGradient):

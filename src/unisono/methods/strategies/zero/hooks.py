@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
 
 class ModelHook:
     """A hook on a module without which its parameters are not whole, not up to date, or of another precision."""
@@ -32,3 +35,12 @@ class ModelHook:
 
 def _do_nothing(*_: Any) -> None:
     return
+
+
+def cast_inputs(dtype: torch.dtype) -> ModelHook:
+    """A hook that casts what a model is given. Deep copies of the model, of that dtype too, have it."""
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return ModelHook(lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), in_copies=True)

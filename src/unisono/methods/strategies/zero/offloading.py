@@ -9,6 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -217,7 +218,27 @@ class Offloading:
             return lambda a, b: self.state(unit).read(name, part.at + a - part.start, part.at + b - part.start)
 
         spans = [(p.start, p.start + p.length, read(p)) for p in unit.parts if p.slot == slot]
-        return Piece(unit.shapes[slot], unit.master_dtype, spans)
+        on_disk = any(block.home == "disk" for block in self.state(unit).blocks)
+        freeze = partial(self._freeze, unit, slot, name) if on_disk else None
+        return Piece(unit.shapes[slot], unit.master_dtype, spans, freeze=freeze)
+
+    def _freeze(self, unit: Unit, slot: int, name: str, kept: dict[Any, Any]) -> Piece | None:
+        """The same elements, read from disk as they are now whenever they are asked for; see `Piece.freeze`."""
+        shard = self.state(unit)
+        stepper = self.engine.stepper
+        if any(block.on_device for block in shard.blocks):
+            return None
+        if stepper not in kept:
+            kept[stepper] = stepper.freeze()
+        if (frozen := kept[stepper]) is None:
+            return None
+        chunks = {block.index: frozen.freeze(block) for block in shard.blocks}
+
+        def read(part: Part) -> Any:
+            return lambda a, b: shard.read(name, part.at + a - part.start, part.at + b - part.start, chunks)
+
+        spans = [(p.start, p.start + p.length, read(p)) for p in unit.parts if p.slot == slot]
+        return Piece(unit.shapes[slot], unit.master_dtype, spans, stays=True)
 
     def state_pieces(self) -> dict[int, dict[str, Any]]:
         """The optimizer's state by the parameter's number, as far as this rank has it."""

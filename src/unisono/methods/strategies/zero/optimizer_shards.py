@@ -7,7 +7,6 @@ for names) is what it is in one process. While it steps they hold the leaves; th
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,36 +15,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unisono.methods.offload.optimizers import WHOLE
+from unisono.methods.joined_optimizers import members_of
 from unisono.methods.strategies.zero.units import Part, Unit
-from unisono.training.checkpoint.slices import Piece, Stored
+from unisono.training.checkpoint.slices import Piece, Stored, as_pieces, map_state
 from unisono.world import World
-
-# An element's step depends on that element alone: a part of a parameter can be stepped by itself.
-ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
-}
 
 EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.launchers.runtime.frames`)
     "gather": "under zero each rank has a part of the optimizer's state, so every rank calls optimizer.state_dict(), "
     "and one of them writes the file; un.save(folder, replica) lets each write its part"
 }
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs whole parameters."""
-    name = type(optimizer).__name__
-    if name in WHOLE:
-        raise ValueError(
-            f"zero splits parameters between ranks, and {name} cannot step a part of one: {WHOLE[name]}. Use an "
-            "optimizer that steps every element by itself (SGD, AdamW, ...), or the allreduce strategy"
-        )
-    if name not in ELEMENTWISE and type(optimizer).__module__.partition(".")[0] != "torch":
-        warnings.warn(
-            f"zero lets every rank step a part of each parameter, as one flat line: {name} must step every element by "
-            "itself (no norms or shapes of whole parameters), which cannot be checked here",
-            stacklevel=5,
-        )
 
 
 class OptimizerShards:
@@ -62,9 +40,18 @@ class OptimizerShards:
         self.end_step()
         return {p: i for i, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
 
-    def find_split_numbers(self) -> set[int]:
-        """The numbers of the parameters that are split."""
-        return {number for param, number in self._find_numbers().items() if param in self._of}
+    def find_split_numbers(self, member: int = 0) -> tuple[int, set[int]]:
+        """Of one of several optimizers: the number of its first parameter among those of all, and its own numbers of
+        the parameters that are split."""
+        self.end_step()
+        before, mine = members_of(self.optimizer)[:member], members_of(self.optimizer)[member]
+        first = sum(len(group["params"]) for other in before for group in other.param_groups)
+        params = [p for group in mine.param_groups for p in group["params"]]
+        return first, {number for number, param in enumerate(params) if param in self._of}
+
+    def states(self, unit: Unit) -> Any:
+        """The state of the optimizer that steps a unit, by leaf."""
+        return members_of(self.optimizer)[unit.member].state
 
     def split(self, units: Sequence[Unit]) -> dict[int, dict[str, Any]]:
         """Make the leaves of some units, for the optimizer to step.
@@ -72,24 +59,25 @@ class OptimizerShards:
         Returns the state of whole parameters, by their number, for units that are stepped elsewhere.
         """
         self._units, self._of = list(units), {}
-        optimizer, numbers, leaves = self.optimizer, self._find_numbers(), self._of
+        numbers, leaves = self._find_numbers(), self._of
         before = {}
         for unit in units:
+            states = self.states(unit)
             for one in unit.held:
                 one.leaves = []
                 for part in one.parts:
                     if one.steps_here:
-                        leaf = Parameter(one.master[part.at : part.at + part.length])
+                        leaf = Parameter(one.shape(part, one.master[part.at : part.at + part.length]))
                     else:  # only to stand in the optimizer's groups
                         leaf = Parameter(torch.full((), math.nan, dtype=torch.float32).expand(part.length))
                     param = one.params[part.slot]
                     one.leaves.append(leaf)
                     leaves.setdefault(param, []).append(leaf)
                     if one.steps_here:
-                        for key, value in optimizer.state.get(param, {}).items():
-                            optimizer.state[leaf][key] = _cut(value, key, one, part)
+                        for key, value in states.get(param, {}).items():
+                            states[leaf][key] = _cut(value, key, one, part)
             for param in unit.params:
-                state = optimizer.state.pop(param, None)
+                state = states.pop(param, None)
                 leaves.setdefault(param, [])
                 if state and not unit.steps_here:
                     before[numbers[param]] = dict(state)
@@ -115,30 +103,34 @@ class OptimizerShards:
         self.drop_state()
         self._of = {}
 
-    def drop_state(self) -> None:
-        """Forget the state of all leaves."""
-        for leaf in (leaf for leaves in self._of.values() for leaf in leaves):
-            self.optimizer.state.pop(leaf, None)
+    def drop_state(self, *, away: bool = False) -> None:
+        """Forget the state of all leaves; `away`: of those alone that are stepped elsewhere."""
+        for unit in (unit for unit in self._units if not (away and unit.steps_here)):
+            for leaf in (leaf for one in unit.held for leaf in one.leaves):
+                self.states(unit).pop(leaf, None)
 
     # State of whole parameters
 
-    def gather(self, world: World, on: torch.device | None = None) -> dict[Tensor, dict[str, Any]]:
+    def gather(
+        self, world: World, on: torch.device | None = None, *, member: int | None = None
+    ) -> dict[Tensor, dict[str, Any]]:
         """The state of whole parameters, on every rank; each calls it. `on`: where that is to be (None: where they
-        are)."""
+        are); `member`: that of one of several optimizers alone."""
         tag = "optimizer.state_dict()"
         world.barrier(tag=tag)  # names the call, where a rank makes it alone
 
-        def join_shards(lines: list[Tensor], _: Tensor) -> Tensor:
-            return torch.cat(world.all_gather(lines[0], even=True, tag=tag).wait())
+        def join_shards(unit: Unit, lines: list[Tensor], _: Tensor) -> Tensor:
+            return torch.cat(world.all_gather(lines[0], even=unit.owners is None, tag=tag).wait())
 
-        return self.join(self._units, lambda unit: [unit], world, join_shards, on)
+        units = [unit for unit in self._units if member in (None, unit.member)]
+        return self.join(units, lambda unit: [unit], world, join_shards, on)
 
     def join(
         self,
         units: Sequence[Unit],
         given: Given,
         world: World,
-        join_shards: Callable[[list[Tensor], Tensor], Tensor],
+        join_shards: Callable[[Unit, list[Tensor], Tensor], Tensor],
         on: torch.device | None = None,
     ) -> dict[Tensor, dict[str, Any]]:
         """Put the state of whole parameters together; `join_shards` joins the ranks' shards of a line.
@@ -154,14 +146,14 @@ class OptimizerShards:
             keys = dict.fromkeys((key, kind[1]) for entry in entries for key, kind in entry.items() if _is_line(kind))
             for key, dtype in keys:
                 empty = torch.empty(0, dtype=dtype, device=on or unit.params[0].device)
-                full = join_shards([self._state_line(one, key, empty) for one in given(unit)], empty)
+                full = join_shards(unit, [self._state_line(one, key, empty) for one in given(unit)], empty)
                 for slot, view in enumerate(unit.views(full)):
                     if key in entries[slot]:
                         states[slot][key] = view.clone()
             for state, entry in zip(states, entries, strict=True):
                 for key, kind in entry.items():
                     if not _is_line(kind):
-                        state[key] = kind[1].clone() if isinstance(kind[1], Tensor) else kind[1]
+                        state[key] = map_state(kind[1], Tensor, lambda x: x.clone())
             every.update({p: s for p, s in zip(unit.params, states, strict=True) if s})
         return every
 
@@ -169,9 +161,9 @@ class OptimizerShards:
         """One state of all parts of a shard, at their places."""
         line = like.new_zeros(unit.shard_length)
         for part, leaf in zip(unit.parts, unit.leaves, strict=True):
-            value = self.optimizer.state.get(leaf, {}).get(key)
+            value = self.states(unit).get(leaf, {}).get(key)
             if value is not None:
-                line[part.at : part.at + part.length].copy_(value)
+                line[part.at : part.at + part.length].copy_(value.reshape(-1))
         return line
 
     def _gather_kinds(self, units: Sequence[Unit], world: World) -> Kinds:
@@ -180,7 +172,7 @@ class OptimizerShards:
         for unit in units:
             for part, leaf in zip(unit.parts, unit.leaves, strict=True):
                 entry = mine.setdefault(unit.names[part.slot], {})
-                for key, value in self.optimizer.state.get(leaf, {}).items():
+                for key, value in self.states(unit).get(leaf, {}).items():
                     line = isinstance(value, Tensor) and has_element_each(value.shape, key, leaf.shape)
                     entry[key] = ["line", value.dtype] if line else ["value", value]
         merged: Kinds = {}
@@ -197,22 +189,27 @@ class OptimizerShards:
         state: dict[int, dict[str, Any]] = {}
         numbers = self._find_numbers()
         for unit, part, leaf in self._leaves(self._units):
-            for key, value in self.optimizer.state.get(leaf, {}).items():
+            for key, value in self.states(unit).get(leaf, {}).items():
                 if isinstance(value, Tensor) and has_element_each(value.shape, key, leaf.shape):
-                    value = Piece.of(value, part.start, shape=unit.shapes[part.slot])
+                    value = Piece.of(value.reshape(-1), part.start, shape=unit.shapes[part.slot])
+                elif unit.owners is not None:  # nobody else has it
+                    value = as_pieces(value)
                 state.setdefault(numbers[unit.params[part.slot]], {})[key] = value
         packed = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.optimizer.param_groups]
         return {"state": dict(sorted(state.items())), "param_groups": packed}
 
-    def load(self, saved: Any) -> None:
-        """Load my part of a saved state, and that of which I keep a copy."""
+    def load(self, saved: Any, member: int | None = None) -> None:
+        """Load my part of a saved state, and that of which I keep a copy; `member`: of one of several optimizers alone,
+        with the numbers that its parameters have among those of all."""
         optimizer, numbers = self.optimizer, self._find_numbers()
-        every = [one for unit in self._units for one in unit.held]
+        every = [one for unit in self._units if member in (None, unit.member) for one in unit.held]
         for unit, part, leaf in self._leaves(every):
-            optimizer.state.pop(leaf, None)
+            states = self.states(unit)
+            states.pop(leaf, None)
             for key, value in saved["state"].get(numbers.get(unit.params[part.slot], -1), {}).items():
-                optimizer.state[leaf][key] = _read(value, key, unit, part, optimizer)
-        for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                states[leaf][key] = _read(value, key, unit, part, optimizer)
+        groups = optimizer.param_groups if member is None else members_of(optimizer)[member].param_groups
+        for group, other in zip(groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
 
     def _leaves(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, Part, Parameter]]:
@@ -235,22 +232,25 @@ def has_element_each(shape: torch.Size, key: str, of: torch.Size) -> bool:
 
 
 def _cut(value: Any, key: str, unit: Unit, part: Part) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if not has_element_each(value.shape, key, unit.shapes[part.slot]):
-        return value.clone()
+    if not isinstance(value, Tensor) or not has_element_each(value.shape, key, unit.shapes[part.slot]):
+        on = unit.master.device
+        return map_state(value, Tensor, lambda x: x.to(on, copy=True) if x.dim() and unit.owners else x.clone())
     dtype = unit.master_dtype if value.is_floating_point() else value.dtype
-    return value.reshape(-1)[part.start : part.start + part.length].to(unit.master.device, dtype, copy=True)
+    mine = value.reshape(-1)[part.start : part.start + part.length].to(unit.master.device, dtype, copy=True)
+    return unit.shape(part, mine)
 
 
 def _read(value: Any, key: str, unit: Unit, part: Part, optimizer: Optimizer) -> Any:
-    if not isinstance(value, (Stored, Tensor)):
-        return value
-    if has_element_each(value.shape, key, unit.shapes[part.slot]):
-        return read_part(value, part, unit.master.dtype, unit.master.device)
-    found = value.full() if isinstance(value, Stored) else value
-    on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
-    return found.clone().to(unit.master.device) if on_device else found.clone()
+    if isinstance(value, (Stored, Tensor)) and has_element_each(value.shape, key, unit.shapes[part.slot]):
+        return unit.shape(part, read_part(value, part, unit.master.dtype, unit.master.device))
+    fused = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+
+    def read(value: Stored | Tensor) -> Tensor:
+        found = value.full() if isinstance(value, Stored) else value
+        on_device = fused or (unit.owners is not None and found.dim() > 0)
+        return found.clone().to(unit.master.device) if on_device else found.clone()
+
+    return map_state(value, (Stored, Tensor), read)
 
 
 def read_part(value: Stored | Tensor, part: Part, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

@@ -20,8 +20,11 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from unisono.background import Handle, SerialQueue
+from unisono.methods.exchange.noise_scale import NoiseScale
 from unisono.methods.exchange.windows import BackwardWatcher, Window
 from unisono.methods.strategies.zero.gradients import ShardedGradients
+from unisono.methods.strategies.zero.groups import Across, Groups
+from unisono.methods.strategies.zero.scatter import Scatter
 from unisono.methods.strategies.zero.units import Unit
 from unisono.methods.strategies.zero.values import Values
 from unisono.methods.strategy.mistakes import SameData, sample
@@ -40,12 +43,14 @@ class Backward(BackwardWatcher):
         before it.
     on_window(world): all units are reduced; with the world to talk in.
     on_pass(): a pass begins; raises what must not be.
+    across: the mean between groups of ranks, if each group has all shards.
+    scatter: reduces through a reducer; None: exactly.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        world: World,
+        groups: Groups,
         *,
         stage: int,
         accumulate: int,
@@ -55,20 +60,30 @@ class Backward(BackwardWatcher):
         on_reduced: Callable[[Unit, bool], None],
         on_window: Callable[[World], None],
         on_pass: Callable[[], None],
+        across: Across | None = None,
+        scatter: Scatter | None = None,
     ) -> None:
+        world, inside = groups.world, groups.inside
         super().__init__(world, accumulate=accumulate, advance=advance)
-        self.units, self.stage = list(units), stage
-        self.channel = world.channel(inline=True)
-        self.gradients = ShardedGradients(self.units, world)
+        self.units, self.stage, self._across, self._scatter = list(units), stage, across, scatter
+        self._reductions = [] if across is None else across.reductions
+        self._reductions += [] if scatter is None else [scatter.reduction]
+        self.channel = inside.channel(inline=True)  # of the ranks that have one shard each
+        self._every = self.channel if inside is world else world.channel(inline=True)
+        self.gradients = ShardedGradients(self.units, world, inside)
         self._values = values
         self._on_reduced, self._on_window, self._on_pass = on_reduced, on_window, on_pass
         on_cpu = units[0].params[0].device.type == "cpu"  # on a GPU, work is in the background anyway
         self._lane = SerialQueue("unisono reduce") if overlap and world.size > 1 and on_cpu else None
-        self._joins = on_cpu and world.reads_peers  # gradients are reduced where they are, not copied to a line
+        # Gradients are reduced where they are, not copied to a line.
+        self._joins = on_cpu and inside.reads_peers and scatter is None
         self._lines = [self._make_line() for _ in range(LINES_IN_FLIGHT if self._lane else 1)]
         self._running: deque[tuple[Handle[None], Tensor]] = deque()
         self._position = {unit: i for i, unit in enumerate(self.units)}
-        self._same_data = SameData(world)
+        self._same_data = SameData(inside)
+        # Of gradients that are exchanged as they are: a group's mean is not that of all.
+        is_exact = world.size > 1 and across is None and scatter is None
+        self.noise: NoiseScale | None = NoiseScale(world) if is_exact else None
         self._open_window()
         self._open_pass()
         self.watch([(number, unit.params[slot]) for number, (unit, slot) in enumerate(self.gradients.places)])
@@ -147,8 +162,10 @@ class Backward(BackwardWatcher):
             raise
         self._values.end_use(unit)
 
+        noise = self.noise if last and not self._passes_reduced else None  # else of several passes, each reduced alone
+
         def job() -> None:
-            self._reduce(unit, lines, fresh)
+            self._reduce(unit, lines, fresh, noise)
             lines.clear()
             if last:
                 self._end_unit(unit, all(fresh) or self._passes_reduced > 0)
@@ -162,6 +179,8 @@ class Backward(BackwardWatcher):
             self._running.append((self._lane.submit(job), line))
 
     def _end_unit(self, unit: Unit, fresh: bool) -> None:
+        if self._across is not None:
+            self._across.exchange(unit)
         self.gradients.keep_norms(unit)
         self._on_reduced(unit, fresh)
 
@@ -211,31 +230,41 @@ class Backward(BackwardWatcher):
         return [flat], fresh
 
     @torch.no_grad()
-    def _reduce(self, unit: Unit, lines: list[Tensor], fresh: list[bool]) -> None:
+    def _reduce(self, unit: Unit, lines: list[Tensor], fresh: list[bool], noise: NoiseScale | None) -> None:
         old = unit.gradient
         first = old is None or all(fresh)
-        direct = first and old is not None and old.dtype == unit.dtype
+        direct = first and old is not None and old.dtype == unit.dtype and old.device == lines[0].device
         mean = old if direct else None
         if mean is None:
             mean = torch.empty(unit.shard_length, dtype=unit.dtype, device=lines[0].device)
-        looks = self._same_data.is_looking and unit is self.units[-1]
-        mine = sample(torch.cat(lines).split(unit.shard_length)[self.world.rank]) if looks else None
-        if self._joins:
-            self.channel.reduce_joined(lines, "mean", out=mean, tag=unit.tag).wait()
+        scatter = self._scatter if unit.owners is None else None
+        looks = self._same_data.is_looking and unit is self.units[-1] and scatter is None
+        mine = sample(unit.my_shard(torch.cat(lines))) if looks else None
+        if noise is not None and noise.is_due:
+            noise.add_own([unit.my_shard(torch.cat(lines))])
+        if noise is not None and noise.keeps_norm:
+            noise.add_whole(lines)
+        if scatter is not None and self.channel.size > 1:
+            scatter.reduce(unit, lines[0], mean, self.channel)
+        elif self._joins or unit.owners is not None:
+            self.channel.reduce_joined(lines, "mean", counts=unit.lengths, out=mean, tag=unit.tag).wait()
         else:
             self.channel.reduce_scatter(lines[0], "mean", out=mean, tag=unit.tag).wait()
         if mine is not None:
             self._same_data.compare(mine, sample(mean))
+        if noise is not None and noise.is_due:
+            noise.add_mean([mean])
         if first:
             dtype = unit.master_dtype if unit.steps_here else unit.dtype  # what leaves may leave as it is
-            unit.gradient = mean.to(dtype) if old is None or direct else old.copy_(mean)
+            on = unit.master.device if unit.owners is not None else mean.device
+            unit.gradient = mean.to(on, dtype) if old is None or direct else old.copy_(mean)
             return
         assert old is not None
         unit.gradient = old = old.to(unit.master_dtype)
         for part in unit.parts:
             if fresh[part.slot]:
                 old[part.at : part.at + part.length].zero_()
-        old.add_(mean)
+        old.add_(mean.to(old.device))
 
     def end_pass(self) -> None:
         if self._is_reducing:
@@ -263,18 +292,30 @@ class Backward(BackwardWatcher):
     def _finish(self) -> None:
         """Phase 3: agree on which parameters were used, and on whether AMP is to skip: some value is not finite."""
         gradients = self.gradients
-        mine = self.world.size > 1 and gradients.has_nonfinite()
-        flags = torch.tensor([*gradients.used, mine], dtype=torch.uint8)
-        self.channel.all_reduce(flags, "max", tag="used").wait()
-        *used, overflow = flags.tolist()
+        reductions = self._reductions
+        if any(reduction.keeps for reduction in reductions):
+            gradients.use_late()
+        mine = gradients.find_nonfinite() if self.world.size > 1 else set()
+        members = range(1 + max(unit.member for unit in self.units))
+        overflows = [any(unit.member == member for unit in mine) for member in members]
+        fell = max([reduction.learning_rate_fell() for reduction in reductions], default=False)  # each is to look
+        flags = torch.tensor([*gradients.used, *overflows, fell], dtype=torch.uint8)
+        self._every.all_reduce(flags, "max", tag="used").wait()
+        *found, decayed = flags.tolist()
+        used, overflow = found[: len(gradients.used)], found[len(gradients.used) :]
+        for reduction in reductions:
+            reduction.set_decayed(bool(decayed))
+            reduction.end_window(void=any(overflow))
         for number, found in enumerate(used):
             gradients.show(number, bool(found))
             gradients.used[number] = bool(found)
-        gradients.overflow = bool(overflow)
+        gradients.overflow = {unit for unit in self.units if overflow[unit.member]}
         for unit in self.units:
             first = gradients.first[unit]
             gradients.show_to_optimizer(unit, gradients.used[first : first + len(unit.params)])
-        self._on_window(self.channel)
+        self._on_window(self._every)
+        if self.noise is not None:
+            self.noise.end_window()
         self._passes, self.window = 0, Window.ENDED
         self._advance()
 
@@ -302,17 +343,13 @@ class Backward(BackwardWatcher):
         self._finish()
 
     def check_ended(self) -> None:
-        """Refuse a step inside a window: its gradients have not gone to the rank that keeps a copy of my shards."""
+        """Refuse a step inside a window: its gradients have not gone to the ranks that keep copies of my shards."""
         if self.window not in (Window.ENDED, Window.STEPPING):
             raise RuntimeError(
-                "optimizer.step() inside replica.no_sync(), and with spare=True a step needs the gradients of a whole "
-                "window: run the last backward pass before the step, or the step itself, outside the block"
+                "optimizer.step() inside replica.no_sync(), and with spare=True or within=... a step needs the "
+                "gradients of a whole window: run the last backward pass before the step, or the step itself, outside "
+                "the block"
             )
-
-    def after_step(self) -> None:
-        """The optimizer has stepped: the next step needs a window of its own."""
-        super().after_step()
-        self.gradients.used_up = self.window is Window.STEPPED
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -321,7 +358,8 @@ class Backward(BackwardWatcher):
             unit.params[slot].grad = None
         if self._lane is not None:
             self._lane.close()
-        self.channel.close()
+        for channel in dict.fromkeys((self._every, self.channel)):
+            channel.close()
 
 
 def _in_checkpoint() -> bool:

@@ -18,20 +18,26 @@ from torch.optim import Optimizer
 
 from unisono.methods.exchange.reduction import overlap_pays
 from unisono.methods.exchange.windows import Window, count_windows
+from unisono.methods.model_copies import unwrap
+from unisono.methods.offload.kinds import find_owners
 from unisono.methods.strategies._host_memory import HostMemory, move_out
 from unisono.methods.strategies.zero import checkpoint
+from unisono.methods.strategies.zero.averages import ShardValues, join_averages
 from unisono.methods.strategies.zero.gather import GatheredValues
-from unisono.methods.strategies.zero.hooks import ModelHook
-from unisono.methods.strategies.zero.offloading import Offloading, Position
+from unisono.methods.strategies.zero.groups import DROPPED, Across, Groups, fit_groups
+from unisono.methods.strategies.zero.hooks import cast_inputs
+from unisono.methods.strategies.zero.offloads import Offloads, find_positions
 from unisono.methods.strategies.zero.optimizer_shards import OptimizerShards
 from unisono.methods.strategies.zero.reduce import Backward
+from unisono.methods.strategies.zero.scatter import Scatter
 from unisono.methods.strategies.zero.spare import Spare, find_holders
 from unisono.methods.strategies.zero.units import (
     Replacements,
     Unit,
     adopt,
-    find_batch_norm_parameters,
+    find_device,
     materialise,
+    narrow_frozen,
     swap,
     unit_bytes_for,
     units_by_module,
@@ -39,6 +45,7 @@ from unisono.methods.strategies.zero.units import (
 )
 from unisono.methods.strategies.zero.values import CommonValues, Values, WholeValues
 from unisono.methods.strategy import Change, Replica
+from unisono.methods.strategy.averages import AveragedValues
 from unisono.world import World
 
 if TYPE_CHECKING:
@@ -65,8 +72,15 @@ class ZeroReplica(Replica):
         self._values: Values | None = None
         self._state_dict: checkpoint.WholeStateDict | None = None
         self._optimizer_state: checkpoint.WholeOptimizerState | None = None
-        self._offload: Offloading | None = None
+        self._offload: Offloads | None = None
         self._spare: Spare | None = None
+        self._groups = Groups(world, [list(range(world.size))])
+        self._across: Across | None = None  # between groups
+        self._scatter: Scatter | None = None
+        if strategy.reducer is not None and not strategy.reducer.exact:
+            self._scatter = Scatter(strategy.reducer, optimizer)
+            self.reduction = self._scatter.reduction
+        self._misfit = ""  # why there are no groups as asked for
         self._stepped = 0  # `step` when the shards took their last step
         self._turns = 0  # how often the shards were set: counts of steps compare where it is the same
         self._memory: HostMemory | None = None  # for values, where all ranks have one
@@ -81,6 +95,12 @@ class ZeroReplica(Replica):
         s = self.strategy
         return self.world.size > 1 or s.precision is not None or (s.optimizer_on, s.params_on) != ("device", "device")
 
+    @property
+    def _keeps_copies(self) -> bool:
+        """Whether each rank keeps a copy of another's part; also where groups would have them, and do not fit."""
+        asked = self.strategy.spare or (self._misfit != "" and self.strategy.optimizer_on == "device")
+        return asked and self._groups.size > 1
+
     # Splitting -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -90,19 +110,29 @@ class ZeroReplica(Replica):
             self._materialise_rest(replacements)
             self.windows = count_windows(self.model, self.strategy.accumulate, self.advance)
             return
-        self.units = self._make_units(self.world.size, self.world.rank)
+        found, self._misfit = fit_groups(self.strategy.within, self.world)
+        self._groups = groups = Groups(self.world, found)
+        self.units = self._make_units(groups.rank)
         self._trainable = [unit for unit in self.units if unit.trainable]
-        if self.strategy.spare and self.world.size > 1:
-            spares = self._make_units(self.world.size, (self.world.rank - 1) % self.world.size)
+        if self._keeps_copies:
+            spares = self._make_units((groups.rank - 1) % groups.size)
             for unit, spare in zip(self.units, spares, strict=True):
                 unit.spare = spare
-            self._spare = Spare(self._trainable, self.world)
-        self._channel = self.world.channel(inline=True)
+        if self._keeps_copies or (groups.count > 1 and self.strategy.optimizer_on == "device"):
+            self._spare = Spare(self._trainable, self.world)  # copies are here, or in the other groups
+        self._channel = groups.inside.channel(inline=True)
         self._narrow_frozen()
-        device = self._find_device()
+        device = find_device(self.model, self.world, moves=self.strategy.params_on != "device")
         self._memory = self._find_memory(device)
         if self.strategy.optimizer_on != "device":
-            self._offload = Offloading(self.optimizer, self._trainable, self._positions(), self.strategy, device)
+            away = [unit for unit in self._trainable if unit.owners is None]
+            for unit in away:
+                unit.steps_here = False
+            self._offload = (
+                Offloads(self.members, away, find_positions(self.model, self.members), self.strategy, device)
+                if away
+                else None
+            )
         self._adopt_units(replacements, device)
         self._materialise_rest(replacements)
         before = self._shards.split(self._trainable)
@@ -112,44 +142,35 @@ class ZeroReplica(Replica):
                 self._offload.load_states(before)
         self._watch()
 
-    def _make_units(self, size: int, rank: int) -> list[Unit]:
-        """Divide the model into units for a world of this size; they have no memory yet."""
+    def _make_units(self, rank: int, size: int | None = None) -> list[Unit]:
+        """Divide the model into units with so many shards (None: one for each rank of a group), of which `rank` is
+        mine; they have no memory yet."""
         s = self.strategy
+        size = self._groups.size if size is None else size
         dtype = None if s.precision is None else DTYPES[s.precision]
         by = units_by_module if s.stage == 3 else units_by_size
-        return by(self.model, unit_bytes_for(self.model, s.unit_bytes), dtype=dtype, size=size, rank=rank)
+        members = {p: i for i, one in enumerate(self.members) for group in one.param_groups for p in group["params"]}
+        nbytes, coded = unit_bytes_for(self.model, s.unit_bytes), s.gather is not None and size > 1
+        owners = find_owners(self.model, self.optimizer, size)
+        return by(self.model, nbytes, dtype=dtype, size=size, rank=rank, members=members, owners=owners, coded=coded)
 
     def _narrow_frozen(self) -> None:
         """Cast frozen parameters, which belong to no unit in stages 1 and 2, to the precision of the others."""
         self._narrowed = []
         if self.strategy.precision is None or self.strategy.stage == 3:
             return
-        wide, dtype = find_batch_norm_parameters(self.model), DTYPES[self.strategy.precision]
-        for param in self.model.parameters():
-            if not param.requires_grad and param not in wide and param.is_floating_point():
-                self._narrowed.append((param, param.dtype))
-                param.data = param.data.to(dtype)
-
-    def _find_device(self) -> torch.device:
-        """Find the device on which the model computes, and move its buffers there."""
-        on = next(self.model.parameters()).device
-        if self.strategy.params_on == "device" and on.type != "meta":
-            return on
-        on = self.world.device
-        for buffer in self.model.buffers():
-            if not buffer.is_meta:
-                buffer.data = buffer.data.to(on)
-        return on
+        self._narrowed = narrow_frozen(self.model, DTYPES[self.strategy.precision])
 
     def _find_memory(self, device: torch.device) -> HostMemory | None:
         """Memory in which values lie once for all ranks: in stages 1 and 2 on one host. Not if a step goes on behind
-        the program, and not if each rank also steps a copy of another's part."""
+        the program, if each rank also steps a copy of another's part, or if values are rounded on their way."""
         s = self.strategy
-        if s.stage == 3 or s.optimizer_on != "device" or s.spare or device.type != "cpu":
+        if s.stage == 3 or s.optimizer_on != "device" or s.gather is not None or device.type != "cpu":
             return None
-        if self.world.size == 1 or len(set(self.world.hosts)) > 1 or not self.units:
+        inside = self._groups.inside
+        if self._keeps_copies or inside.size == 1 or len(set(inside.hosts)) > 1 or not self.units:
             return None
-        memory = HostMemory(self.world, "zero")
+        memory = HostMemory(inside, "zero")
         try:
             memory.line(1, torch.uint8)
         except ValueError:  # ranks that talk by messages, on one host
@@ -157,28 +178,22 @@ class ZeroReplica(Replica):
             return None
         return memory
 
-    def _positions(self) -> dict[str, Position]:
-        names = {p: name for name, p in self.model.named_parameters()}
-        every = [(names[p], g) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
-        return {name: Position(g, number) for number, (name, g) in enumerate(every)}
-
     def _adopt_units(self, replacements: Replacements, device: torch.device) -> None:
         """Move the parameters into units, one after the other: the model may be larger than this rank's memory."""
         s, host, offload = self.strategy, torch.device("cpu"), self._offload
         for unit in self.units:
             materialise(self.model, self.world, replacements, unit.params)
             unit.params = [replacements.get(p, p) for p in unit.params]
-            unit.steps_here = offload is None
             adopt(
                 unit,
                 self._channel.empty if self._memory is None else self._memory.line,
                 whole=s.stage < 3,
                 device=device,
                 shard_on=device if s.params_on == "device" else host,
-                master_on=device if offload is None else host,
-                master_in=None if offload is None else offload.placement.map_master(unit),
+                master_on=device if s.optimizer_on == "device" else host,
+                master_in=None if offload is None else offload.map_master(unit),
             )
-            if offload is not None and unit.trainable:
+            if offload is not None and not unit.steps_here:
                 offload.adopt(unit)
 
     def _materialise_rest(self, replacements: Replacements) -> None:
@@ -189,20 +204,26 @@ class ZeroReplica(Replica):
 
     def _watch(self) -> None:
         """Put hooks on forward and backward passes; inputs are cast to the dtype that computes."""
-        s, world, offload = self.strategy, self.world, self._offload
-        overlap = overlap_pays(world) if s.overlap is None else s.overlap
+        s, world, offload, groups = self.strategy, self.world, self._offload, self._groups
+        overlap, ahead = (overlap_pays(x) if s.overlap is None else s.overlap for x in (world, groups.inside))
         if s.stage == 3:
             take = partial(checkpoint.take_written, offload)
-            self._values = GatheredValues(self.model, self.units, world, self._fetch, take, ahead=overlap)
+            self._values = GatheredValues(self.model, self.units, groups, self._fetch, take, ahead=ahead)
         elif self._memory is not None:
             self._values = CommonValues(self.model, self._trainable, self._memory, world)
         else:
             wait = None if offload is None else offload.wait
             self._values = WholeValues(self.model, self._trainable, self._channel, wait)
         self._frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        self._across = None
+        if groups.count > 1:
+            self._across = Across(self._trainable, groups, s.across, self.optimizer)
+        self.own_parts = {} if self._across is None else {"across": self._across}
+        if self._scatter is not None:
+            self._scatter.set_units([unit for unit in self._trainable if unit.owners is None])
         self.windows = self._backward = Backward(
             self._trainable,
-            world,
+            groups,
             stage=s.stage,
             accumulate=s.accumulate,
             overlap=overlap,
@@ -211,24 +232,27 @@ class ZeroReplica(Replica):
             on_reduced=self._take_reduced,
             on_window=partial(self.share_buffers, self.strategy.buffers),
             on_pass=self._check_pass,
+            across=self._across,
+            scatter=self._scatter,
         )
+        self.noise = self._backward.noise
         if s.precision is not None:
-            self._cast = self.model.register_forward_pre_hook(_cast_inputs(DTYPES[s.precision]), with_kwargs=True)
+            self._cast = self.model.register_forward_pre_hook(cast_inputs(DTYPES[s.precision]), with_kwargs=True)
         self._state_dict = checkpoint.WholeStateDict(self.model, self.units, self._values, offload, self._note_load)
         gather = self._gather_optimizer
         self._optimizer_state = checkpoint.WholeOptimizerState(self._shards, self.units, offload, gather)
 
     def _take_reduced(self, unit: Unit, fresh: bool) -> None:
         """The gradient of my shard is that of the whole window."""
-        if self._offload is not None:
+        if self._offload is not None and not unit.steps_here:
             self._offload.offer(unit, fresh)
-        if self._spare is not None:
+        if self._spare is not None and unit.spare is not None:
             self._spare.send(unit)
 
     def _fetch(self, unit: Unit) -> Tensor:
         """Return my shard of a unit, up to date, on the device that computes."""
-        found = unit.shard if self._offload is None or not unit.trainable else self._offload.values(unit)
-        return found if self.world.size == 1 else found.to(unit.full.device)
+        found = unit.shard if self._offload is None or unit.steps_here else self._offload.values(unit)
+        return found if self._groups.size == 1 else found.to(unit.full.device)
 
     def _check_pass(self) -> None:
         """Refuse a parameter that was frozen: it belongs to no unit, so its gradient would stay on its own rank."""
@@ -255,8 +279,9 @@ class ZeroReplica(Replica):
                 other.close()
         if self.units:
             self._channel.close()
+            self._groups.close()
         self._cast = self._state_dict = self._backward = self._values = self._offload = None
-        self._spare = self._memory = self._optimizer_state = None
+        self._spare = self._memory = self._optimizer_state = self._across = None
         self.units = []
 
     # The loop --------------------------------------------------------------------------------------------
@@ -270,10 +295,11 @@ class ZeroReplica(Replica):
         if self._spare is None or not self._spare.is_catching_up:
             super().before_step()
             if self._values is not None:
-                self._values.begin_step(self.step, self.optimizer.param_groups, again=self._is_stepping)
+                self._values.begin_step(self.step, self.stepping.param_groups, again=self._is_stepping)
             if self._spare is not None and self._backward is not None:
                 self._backward.check_ended()
-                self._spare.agree(self.step)
+                changed = self._backward.gradients.changed
+                self._spare.agree(self.step, self.stepping, changed, self.members.index(self.stepping))
         self.fault_in_update()
         if self._backward is not None:
             self._backward.begin_step()
@@ -284,16 +310,28 @@ class ZeroReplica(Replica):
         """Send the new values of my shards to every rank: at once, or when a module needs them."""
         self._shards.end_step()
         if self._spare is not None:
-            self._spare.end_step()
+            self._spare.end_step(self.stepping)
         self._stepped = self.step
         if self._spare is not None and self._spare.is_catching_up:
             return
         if self._backward is not None and self._values is not None:
             gradients = self._backward.gradients
+            stepped = self._find_stepped()
             if self._offload is not None:
-                self._offload.step(gradients.factor(), {unit: gradients.absent(unit) for unit in self._trainable})
-            self._values.renew()
-        super().after_step()
+                away = [unit for unit in stepped if not unit.steps_here]
+                absent = {unit: gradients.absent(unit) for unit in away}
+                self._offload.step(self.members.index(self.stepping), gradients.factor(away), absent)
+            self._values.renew(stepped)
+            super().after_step()
+            if self._backward.window is Window.STEPPED:
+                gradients.used_up |= set(stepped)
+        else:
+            super().after_step()
+
+    def _find_stepped(self) -> list[Unit]:
+        """The units of the optimizer that has stepped."""
+        number = self.members.index(self.stepping)
+        return [unit for unit in self._trainable if unit.member == number]
 
     def _take_written(self) -> None:
         """Let what the program wrote to parameters since the last step count; not while values that were stepped are
@@ -311,12 +349,14 @@ class ZeroReplica(Replica):
             change()
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
-        if self._offload is not None:
+        if self.strategy.optimizer_on != "device":
             raise ValueError(
                 "a GradScaler looks at gradients that the optimizer holds, and here they leave for the host: compute "
                 "in bf16, which needs none (precision='bf16'), or keep optimizer_on='device'"
             )
         super().watch(scaler)
+        if self._across is not None:
+            self._across.watch(scaler.get_scale)
 
     # State -----------------------------------------------------------------------------------------------
 
@@ -345,17 +385,18 @@ class ZeroReplica(Replica):
             model = checkpoint.collect_model_pieces(unwrap(self.model), self.units, self._offload)
         optimizer = self._shards.pieces()
         if self._offload is not None:
-            optimizer["state"] = self._offload.state_pieces()
-        return {"model": model, "optimizer": optimizer}
+            optimizer["state"] = dict(sorted({**optimizer["state"], **self._offload.state_pieces()}.items()))
+        return {"model": self._groups.share_out(model), "optimizer": self._groups.share_out(optimizer)}
 
     def _end_delay(self) -> None:
         """What is saved is the latest, and the run goes on from it."""
         if self._offload is not None and self._values is not None and self.strategy.delayed_update:
             self._offload.finish()
-            self._values.renew()
+            self._values.renew(self._trainable)
 
-    def _gather_optimizer(self) -> dict[Tensor, dict[str, Any]]:
-        """For `optimizer.state_dict()`: in the order of operations in which a rank that does not call it is next."""
+    def _gather_optimizer(self, member: int) -> dict[Tensor, dict[str, Any]]:
+        """For `optimizer.state_dict()`, of one of several: in the order of operations in which a rank that does not
+        call it is next."""
         assert self._backward is not None
         assert self._values is not None
         if self.strategy.optimizer_on == "disk":
@@ -369,13 +410,14 @@ class ZeroReplica(Replica):
             self._values.release_all()  # nothing of it is under way
             channel = self._values.channel
         if self._offload is None:
-            return self._shards.gather(channel)
+            on = None if self.strategy.optimizer_on == "device" else torch.device("cpu")
+            return self._shards.gather(channel, on, member=member)
         self._end_delay()
         self._load_states(torch.device("cpu"))
         try:
-            return self._shards.gather(channel, torch.device("cpu"))
+            return self._shards.gather(channel, torch.device("cpu"), member=member)
         finally:
-            self._shards.drop_state()
+            self._shards.drop_state(away=True)
 
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
         """Load my part of any checkpoint's model and optimizer (see `unisono.training.checkpoint.slices.Stored`)."""
@@ -400,41 +442,63 @@ class ZeroReplica(Replica):
     def _pause_state_dict(self) -> AbstractContextManager[None]:
         return nullcontext() if self._state_dict is None else self._state_dict.pause()
 
+    @property
+    def averaged_values(self) -> AveragedValues:
+        if self._values is None:
+            return super().averaged_values
+        if self.strategy.delayed_update:
+            raise ValueError(
+                "there is no average of the weights under delayed_update, whose steps are not done when the next one "
+                "begins: leave delayed_update out"
+            )
+        return ShardValues(self, self._trainable, self._values, self._offload, self._spare, self._shards)
+
     # Another world, and the end --------------------------------------------------------------------------
 
     @torch.no_grad()
     def restore(self) -> None:
         """Give model and optimizer back whole, as ordinary ones; every rank calls it. Then `close()`."""
         if self.units:
+            if self.weight_average is not None:
+                self.weight_average.settle()
             self._take_written()
             self._load_offloaded()
-            self._join(self.units, self.world, [(r, 0) for r in range(self.world.size)])
+            self._join(self.units, self._groups.inside, [(r, 0) for r in range(self._groups.size)])
 
     def progress(self) -> dict[str, Any]:
         """With copies of the shards, ranks that are a step apart go on from the same one: see `_find_holders`."""
-        spare = None if self._spare is None else {**self._spare.progress(), "stepped": self._stepped}
+        spare = None
+        if self._spare is not None:
+            by = [self.members.index(optimizer) for optimizer in self._spare.stepped]
+            spare = {**self._spare.progress(), "stepped": self._stepped, "stepped by": by}
         split, turns = bool(self.units), self._turns
         reached = [self.step, split, turns] if spare is None else [turns]
-        return {"reached": reached, "split": split, "turns": turns, "spare": spare}
+        place = [self._groups.rank, self._groups.size] if split else [0, 1]
+        found = {"reached": reached, "split": split, "turns": turns, "spare": spare, "place": place}
+        return {**found, "copies": split and self._keeps_copies}
 
     def _find_holders(self, change: Change) -> tuple[int, dict[int, checkpoint.Holder]]:
-        """How many steps to go on from (with copies), and by former rank who holds its shards then."""
+        """How many steps to go on from (with copies), and by shard who holds it then."""
+        there = [(change.progress[r]["place"][0], r, change.progress[r]["spare"]) for r in change.stayed]
         if change.progress[change.source]["spare"] is None:
-            return 0, {change.former_ranks[r]: (r, 0) for r in change.stayed}
-        candidates = {change.former_ranks[r]: (r, change.progress[r]["spare"]) for r in change.stayed}
-        return find_holders(change.former_size, candidates)
+            return 0, {shard: (r, 0) for shard, r, _ in reversed(there)}
+        size = change.progress[change.source]["place"][1]
+        return find_holders(size, there, copies=change.progress[change.source]["copies"])
 
     def check_change(self, change: Change) -> None:
         """A rank that is lost takes its shards along, unless the next one has a copy."""
         source = change.progress[change.source]
-        gone = sorted(set(range(change.former_size)) - self._find_holders(change)[1].keys())
+        size = source["place"][1]
+        gone = sorted(set(range(size)) - self._find_holders(change)[1].keys())
         if not source["split"] or not gone:
             return
         many = ", ".join(map(str, gone))
+        hint = " (zero(spare=True) keeps every part on a second rank)"
         what = "optimizer's state" + (" and of the parameters" if self.strategy.stage == 3 else "")
         if source["spare"] is None:
             why = f"rank(s) {many} of the former {change.former_size} took their parts of the {what} with them"
-            hint = " (zero(spare=True) keeps every part on a second rank)"
+        elif not source["copies"]:
+            why, hint = f"in no group is a rank left that had part(s) {many} of the {size} of the {what}", ""
         else:
             why = f"the parts that rank(s) {many} of the former {change.former_size} had of the {what} are gone"
             after = ", ".join(str((r + 1) % change.former_size) for r in gone)
@@ -455,12 +519,15 @@ class ZeroReplica(Replica):
         if change.progress[change.source]["split"]:
             steps, holders = self._find_holders(change)
             if self._spare is not None and change.world.rank in {r for r, _ in holders.values()}:
-                self._spare.catch_up(steps, self.optimizer)
+                furthest = [change.progress[r]["spare"] for r in change.stayed]
+                who = next(found["stepped by"] for found in furthest if found["steps"] == steps)
+                self._spare.catch_up(steps, [self.members[i] for i in who])
             self.model.zero_grad()
             self._take_written()
             self._load_offloaded()
-            mine = self.units if change.keeps else self._make_units(change.former_size, 0)
-            self._join(mine, change.world, [holders[r] for r in range(change.former_size)])
+            size = change.progress[change.source]["place"][1]
+            mine = self.units if change.keeps else self._make_units(0, size)
+            self._join(mine, change.world, [holders[shard] for shard in range(size)])
             self._go_back(change, steps)
         else:
             self.model.zero_grad()
@@ -482,33 +549,41 @@ class ZeroReplica(Replica):
 
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
         self._turns = change.progress[change.source]["turns"] + 1
-        return super().carry(change, {**shared, "step": self.step})
+        found = [super().carry(change, {**shared, "step": self.step})]
+        if self.strategy.within is not None:
+            found.append(self._misfit or f"{self._groups.count} group(s) of {self._groups.size} rank(s) split it")
+            if self._across is not None and any(reduction.keeps for reduction in self._across.reductions):
+                found.append(DROPPED)
+        return "; ".join(filter(None, found))
 
     def take_model(self, change: Change) -> str:
-        size = change.world.size
-        return super().take_model(change) + f", split over {size} ranks instead of {change.former_size}"
+        split = f", split over {change.world.size} ranks instead of {change.former_size}"
+        return super().take_model(change) + ("" if self.strategy.within is not None else split)
 
     def _load_offloaded(self) -> None:
         """Move the state that is off the device to where the optimizer would keep it."""
-        if self._offload is None or self._values is None:
+        if self.strategy.optimizer_on == "device" or self._values is None:
             return
         self._values.gather_all()
         for unit in self._trainable:
-            unit.master = self._offload.state(unit).read("master").to(unit.params[0].device)
-        self._load_states(self._trainable[0].master.device)
+            here = unit.master if unit.steps_here or self._offload is None else self._offload.state(unit).read("master")
+            unit.master = here.to(unit.params[0].device)
+        if self._offload is not None:
+            self._load_states(self._trainable[0].master.device)
 
     def _load_states(self, device: torch.device) -> None:
         """Let the optimizer have the state of its leaves, which is elsewhere."""
         assert self._offload is not None
-        for (unit, i), state in self._offload.states().items():
-            self.optimizer.state[unit.leaves[i]] = {
-                key: x.to(device) if isinstance(x, Tensor) and x.dim() else x for key, x in state.items()
-            }
+        for (unit, i), state in self._offload.states(device).items():
+            self._shards.states(unit)[unit.leaves[i]] = state
 
     @torch.no_grad()
     def _join(self, units: Sequence[Unit], world: World, order: Sequence[checkpoint.Holder]) -> None:
         """Put model and optimizer together from the shards of those who hold them."""
         values, states = checkpoint.join_units(units, self._shards, world, order)
+        if (average := self.weight_average) is not None and average.is_kept:
+            names: dict[Tensor, str] = {param: name for name, param in unwrap(self.model).named_parameters()}
+            average.lift(join_averages(units, average.held, world, order, names), is_agreed=True)
         self._close_units()
         for param, value in values.items():
             param.grad = None
@@ -523,18 +598,3 @@ class ZeroReplica(Replica):
         if self.units:
             self._shards.put_back()
         self._unwatch()
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module itself, where torch.compile has put another around it."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
-
-
-def _cast_inputs(dtype: torch.dtype) -> ModelHook:
-    """A hook that casts what a model is given. Deep copies of the model, of that dtype too, have it."""
-
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return ModelHook(lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), in_copies=True)

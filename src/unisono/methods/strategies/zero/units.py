@@ -7,8 +7,10 @@ made on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 
 from unisono.methods.buckets import FlatLayout, alignment, find_wide_dtype, group_into_buckets
 from unisono.methods.offload.device import copy_to
+from unisono.methods.strategies.zero.codes import BLOCK, round_line
 from unisono.world import World
 
 _SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
@@ -42,9 +45,11 @@ class Unit:
 
     full: the values of all of them, one behind the other, padded to a multiple of the ranks.
     shard: my share of `full`, the only one that stays where parameters are split.
-    master: what the optimizer steps: `shard` itself, or a line of higher precision.
+    master: what the optimizer steps: `shard` itself, or a line of higher precision, or of exact values.
     gradient: the mean gradient of my shard, once there is one, in the dtype of `master`.
     parts: what lies in my shard, in order. leaves: what the optimizer holds for each of them.
+    member: which of several optimizers steps them.
+    owners: by parameter, in order, the rank that steps all of it; the line is cut between them. None: it is cut evenly.
     spare: the same unit with the shard of the rank before me, of which a copy is kept here (see `spare`).
     """
 
@@ -59,25 +64,36 @@ class Unit:
     master_dtype: torch.dtype  # what the optimizer steps in
     original_dtype: torch.dtype  # that the parameters came in
     steps_here: bool = True  # the optimizer steps `leaves`; else someone else does (see offload)
+    coded: bool = False  # values travel in 8 bits, and are computed with as they arrive (see `codes`)
     layout: FlatLayout = field(init=False)
     full: Tensor = field(init=False)
     shard: Tensor = field(init=False)
     master: Tensor = field(init=False)
     gradient: Tensor | None = field(init=False, default=None)
     leaves: list[Parameter] = field(init=False, default_factory=list)
+    member: int = field(init=False, default=0)
+    owners: list[int] | None = None
     spare: Unit | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.layout = FlatLayout(self.params, self.dtype, contiguous=True)
+        self.coded = self.coded and self.dtype.is_floating_point
+        step = BLOCK if self.coded else alignment(self.dtype)
+        self.layout = FlatLayout(self.params, self.dtype, align_bytes=step * self.dtype.itemsize, contiguous=True)
         self.shapes = self.layout.shapes
-        step = alignment(self.dtype)
-        self.shard_length = -(-self.layout.numel // (self.size * step)) * step
-        self.numel = self.shard_length * self.size
+        if self.owners is None:
+            even = -(-self.layout.numel // (self.size * step)) * step
+            self.bounds = [even * rank for rank in range(self.size + 1)]
+        else:
+            ends = [*self.layout.starts, -(-self.layout.numel // step) * step]
+            self.bounds = [ends[bisect_left(self.owners, rank)] for rank in range(self.size + 1)]
+        self.numel = self.bounds[-1]
+        self.lengths = [stop - start for start, stop in pairwise(self.bounds)]
+        self.shard_length = self.lengths[self.rank]
         self.parts = self.parts_of(self.rank)
 
     def parts_of(self, rank: int) -> list[Part]:
-        """Who steps what: a rank steps what lies in its shard, an equal cut of the line."""
-        low, high = rank * self.shard_length, (rank + 1) * self.shard_length
+        """Who steps what: a rank steps what lies in its shard, an equal cut of the line or whole parameters."""
+        low, high = self.bounds[rank : rank + 2]
         return [
             Part(slot, first - low, first - self.layout.starts[slot], last - first)
             for slot, first, last in self.layout.overlaps(low, high)
@@ -104,11 +120,25 @@ class Unit:
 
     def shards(self, line: Tensor) -> list[Tensor]:
         """Every rank's shard of a line of this layout."""
-        return list(line.split(self.shard_length))
+        return list(line.split(self.lengths))
+
+    @property
+    def first(self) -> int:
+        """Where my shard begins in a line of this layout."""
+        return self.rank * self.shard_length
 
     def my_shard(self, line: Tensor) -> Tensor:
         """My shard of a line of this layout."""
-        return line[self.rank * self.shard_length : (self.rank + 1) * self.shard_length]
+        return line[self.bounds[self.rank] : self.bounds[self.rank + 1]]
+
+    def shape(self, part: Part, values: Tensor) -> Tensor:
+        """The values of a part as the optimizer steps them: a line, or in the shape of a whole parameter."""
+        return values if self.owners is None else values.view(self.shapes[part.slot])
+
+    def seen(self, values: Tensor) -> Tensor:
+        """Exact values as they are computed with."""
+        narrow = values.to(self.dtype)
+        return round_line(narrow) if self.coded else narrow
 
     def update_shard(self) -> None:
         """Copy what the optimizer has stepped to the values that compute."""
@@ -139,7 +169,8 @@ class Unit:
             self.shard.copy_(mine)
         if self.master is not self.shard:
             for master, values in zip(self.master.split(_TILE), self.shard.split(_TILE), strict=True):
-                rounded = master.to(self.dtype)
+                values = values.to(master.device)
+                rounded = self.seen(master)
                 if values.is_cpu and torch.equal(rounded.view(torch.int64), values.view(torch.int64)):
                     continue  # most often; a GPU would have to be waited for
                 torch.where(rounded == values, master, values.to(master.dtype), out=master)
@@ -163,28 +194,50 @@ class Unit:
 # Which parameters make a unit --------------------------------------------------------------------------------
 
 Named = list[tuple[str, Parameter]]
+Members = Mapping[Parameter, int]  # by parameter: which of several optimizers has it, or which rank steps all of it
+NONE: Members = {}
 
 
-def units_by_size(model: nn.Module, unit_bytes: int, *, dtype: torch.dtype | None, size: int, rank: int) -> list[Unit]:
+def units_by_size(
+    model: nn.Module,
+    unit_bytes: int,
+    *,
+    dtype: torch.dtype | None,
+    size: int,
+    rank: int,
+    members: Members = NONE,
+    owners: Members = NONE,
+    coded: bool = False,
+) -> list[Unit]:
     """Trainable parameters in the order of the model, `unit_bytes` at a time; frozen ones stay as they are."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     order = {p: i for i, (_, p) in enumerate(named)}
     wide = find_batch_norm_parameters(model) if dtype is not None else set()
     found = []
-    for own in (False, True):
-        some = [(name, p) for name, p in named if (p in wide) == own]
+    kinds = {p: _find_kind(p, members, owners) for _, p in named}
+    for own, kind in product((False, True), sorted(set(kinds.values()))):
+        some = [(name, p) for name, p in named if (p in wide) == own and kinds[p] == kind]
         found += [(list(reversed(group)), None if own else dtype) for group in group_into_buckets(some, unit_bytes)]
     found.sort(key=lambda one: order[one[0][0][1]])
-    return [_make_unit(i, group, None, compute, size, rank) for i, (group, compute) in enumerate(found)]
+    more = (size, rank, members, owners, coded)
+    return [_make_unit(i, group, None, compute, *more) for i, (group, compute) in enumerate(found)]
 
 
 def units_by_module(
-    model: nn.Module, unit_bytes: int, *, dtype: torch.dtype | None, size: int, rank: int
+    model: nn.Module,
+    unit_bytes: int,
+    *,
+    dtype: torch.dtype | None,
+    size: int,
+    rank: int,
+    members: Members = NONE,
+    owners: Members = NONE,
+    coded: bool = False,
 ) -> list[Unit]:
     """All parameters, by the module whose forward needs them: the largest modules of at most `unit_bytes`.
 
     Small modules, embeddings, and parameters that several such modules share, belong to the next module around them;
-    what is left belongs to the model. Parameters of another dtype, and frozen ones, are units of their own.
+    what is left belongs to the model. Those of another dtype or optimizer, and frozen ones, are units of their own.
     """
     chosen = choose_modules(model, unit_bytes)
     holders: dict[Parameter, nn.Module | None] = {}
@@ -198,18 +251,38 @@ def units_by_module(
             around = path if before is None else [m for m in path if before in set(m.modules())]
             holders[param] = around[-1] if around and before is not None else None
     wide = find_batch_norm_parameters(model) if dtype is not None else set()
-    groups: dict[tuple[nn.Module | None, torch.dtype, bool, bool], Named] = {}
+    groups: dict[tuple[nn.Module | None, torch.dtype, bool, bool, tuple[int, bool]], Named] = {}
     for param, name in names.items():
-        groups.setdefault((holders[param], param.dtype, param.requires_grad, param in wide), []).append((name, param))
+        kind = _find_kind(param, members, owners)
+        key = holders[param], param.dtype, param.requires_grad, param in wide, kind
+        groups.setdefault(key, []).append((name, param))
     order = {None: -1} | {module: i for i, module in enumerate(model.modules())}
     keys = sorted(groups, key=lambda key: order[key[0]])
-    return [_make_unit(i, groups[key], key[0], None if key[3] else dtype, size, rank) for i, key in enumerate(keys)]
+    return [
+        _make_unit(i, groups[key], key[0], None if key[3] else dtype, size, rank, members, owners, coded)
+        for i, key in enumerate(keys)
+    ]
+
+
+def _find_kind(param: Parameter, members: Members, owners: Members) -> tuple[int, bool]:
+    """What parameters of a unit have in common beside their dtype: who steps them, and whether each has one owner."""
+    return members.get(param, 0), param in owners
 
 
 def find_batch_norm_parameters(model: nn.Module) -> set[Parameter]:
     """Parameters of batch normalisation: it wants them in the precision of its running statistics."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     return {p for m in norms for p in m.parameters(recurse=False)}
+
+
+def narrow_frozen(model: nn.Module, dtype: torch.dtype) -> list[tuple[Tensor, torch.dtype]]:
+    """Cast frozen parameters to `dtype`, but those of batch normalisation; returns them, and from what."""
+    wide, found = find_batch_norm_parameters(model), list[tuple[Tensor, torch.dtype]]()
+    for param in model.parameters():
+        if not param.requires_grad and param not in wide and param.is_floating_point():
+            found.append((param, param.dtype))
+            param.data = param.data.to(dtype)
+    return found
 
 
 def choose_modules(model: nn.Module, unit_bytes: int) -> set[nn.Module]:
@@ -251,15 +324,20 @@ def _modules_around(model: nn.Module, name: str) -> list[nn.Module]:
 
 def _make_unit(
     index: int, named: Sequence[tuple[str, Parameter]], owner: nn.Module | None, dtype: torch.dtype | None,
-    size: int, rank: int,
+    size: int, rank: int, members: Members, owners: Members, coded: bool,
 ) -> Unit:  # fmt: skip
+    if named[0][1] in owners:
+        named = sorted(named, key=lambda one: owners[one[1]])
     first = named[0][1]
     compute = dtype if dtype is not None and first.is_floating_point() else first.dtype
     names, params = [n for n, _ in named], [p for _, p in named]
     master = first.dtype if first.requires_grad else compute
-    return Unit(
-        index, names, params, owner, compute, size, rank, first.requires_grad, find_wide_dtype(master), first.dtype
-    )
+    unit = Unit(
+        index, names, params, owner, compute, size, rank, first.requires_grad, find_wide_dtype(master), first.dtype,
+        owners=[owners[p] for p in params] if first in owners else None, coded=coded and first not in owners,
+    )  # fmt: skip
+    unit.member = members.get(first, 0)
+    return unit
 
 
 # Memory and values ---------------------------------------------------------------------------------------------------
@@ -290,7 +368,7 @@ def adopt(
 
     unit.full = line(unit.numel, unit.dtype, shared=whole)
     unit.zero_gaps(unit.full)
-    wide = unit.trainable and unit.master_dtype != unit.dtype
+    wide = unit.trainable and (unit.master_dtype != unit.dtype or (unit.coded and whole))
     before = torch.zeros(unit.numel, dtype=unit.master_dtype, device=device) if wide else unit.full
     for view, param in zip(unit.views(before), unit.params, strict=True):
         view.copy_(param)
@@ -308,7 +386,8 @@ def adopt(
             else torch.empty(unit.shard_length, dtype=unit.dtype, pin_memory=torch.cuda.is_available())
         )
         unit.shard.copy_(unit.my_shard(unit.full))
-    if not wide:
+    apart = unit.owners is not None and master_on != unit.shard.device
+    if not wide and not apart:
         unit.master = unit.shard
     elif master_in is not None:
         unit.master = master_in.copy_(unit.my_shard(before))
@@ -369,6 +448,18 @@ def swap(optimizer: Optimizer, replacements: Replacements) -> None:
     """Let the optimizer hold the parameters that have values."""
     for group in optimizer.param_groups:
         group["params"] = [replacements.get(p, p) for p in group["params"]]
+
+
+def find_device(model: nn.Module, world: World, *, moves: bool) -> torch.device:
+    """Find the device on which a model computes: its own, or if its parameters rest elsewhere (`moves`) the world's, to
+    which its buffers are moved."""
+    on = next(model.parameters()).device
+    if not moves and on.type != "meta":
+        return on
+    for buffer in model.buffers():
+        if not buffer.is_meta:
+            buffer.data = buffer.data.to(world.device)
+    return world.device
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from unisono.methods.strategies._host_memory import HostMemory, Placed, Writes, describe_settings
+from unisono.methods.strategies.zero.codes import gather_codes, round_line
 from unisono.methods.strategies.zero.hooks import ModelHook
 from unisono.methods.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import World
@@ -30,8 +31,8 @@ class Values(ABC):
     always_here = True  # they have memory that is never let go
 
     @abstractmethod
-    def renew(self) -> None:
-        """My shards have new values: every rank gets them, at once or when a module needs them."""
+    def renew(self, units: Sequence[Unit]) -> None:
+        """My shards of these units have new values: every rank gets them, at once or when a module needs them."""
 
     def gather_late(self) -> None:
         """Have those values here that were to come later."""
@@ -75,6 +76,10 @@ class Values(ABC):
         """They have them."""
         return
 
+    def take_shards(self, units: Sequence[Unit]) -> None:
+        """After `begin_loading`, every rank has written its shards of these units: all get the new values."""
+        self.renew(units)
+
     @abstractmethod
     def gather_all(self, why: str = "") -> None:
         """Have all values here; `why`: what the program has called, for the errors of ranks that disagree."""
@@ -103,6 +108,8 @@ class WholeValues(Values):
         self, model: nn.Module, units: Sequence[Unit], world: World, wait: Callable[[Unit], None] | None
     ) -> None:
         self._units, self._world, self._wait = list(units), world, wait
+        self._coded = [unit for unit in units if unit.coded]
+        self.always_here = not self._coded
         self._late: set[Unit] = set()  # units whose new values nothing has asked for yet
         self._watched = Watched(self._units, weakref.WeakMethod(self.use))
         self._versions: list[int] = []  # of the parameters, where steps are taken elsewhere
@@ -119,7 +126,10 @@ class WholeValues(Values):
                 )
         self.release_all()
 
+    @torch.no_grad()
     def release_all(self) -> None:  # nothing is let go, but the values are those that count
+        for unit in self._coded:  # which are exact now, on every rank: what would arrive of them
+            unit.full.copy_(round_line(unit.full))
         self._versions = [param._version for unit in self._units for param in unit.params]
 
     def take_written(self) -> None:
@@ -142,22 +152,35 @@ class WholeValues(Values):
                 )
 
     @torch.no_grad()
-    def renew(self) -> None:
+    def renew(self, units: Sequence[Unit]) -> None:
         if self._wait is not None:
-            self._late = set(self._units)
-            for unit in self._units:
+            self._late |= set(units)
+            for unit in units:
+                if unit.steps_here:
+                    unit.update_shard()
                 self._watched.hide(unit)
             self.release_all()
             return
-        for unit in self._units:
-            unit.update_shard()
+        for unit in units:
+            if not unit.coded:
+                unit.update_shard()
             self._gather(unit)
+
+    def end_loading(self) -> None:
+        if self._coded:  # what was loaded is exact, and perhaps not all was
+            self.renew(self._units)
 
     def gather_late(self) -> None:
         self._gather_until()
 
+    @torch.no_grad()
     def gather_all(self, why: str = "") -> None:
+        """Exact ones; what the program has written counts."""
         self._gather_until()
+        if self._coded:
+            self.take_written()
+        for unit in self._coded:
+            self._gather(unit, exact=True)
 
     def use(self, params: list[Parameter], _function: Any, call: Callable[[], Any]) -> Any:
         """Do `call` with the new values of `params`."""
@@ -181,17 +204,24 @@ class WholeValues(Values):
             if self._world.size > 1:
                 self._gather(unit)
 
-    def _gather(self, unit: Unit) -> None:
-        shards = unit.shards(unit.full)
-        self._world.run_tolerating_loss(
-            lambda: self._world.all_gather(unit.shard, even=True, out=shards, tag=unit.tag).wait()
-        )
+    def _gather(self, unit: Unit, *, exact: bool = False) -> None:
+        gather_values(unit, unit.master.to(unit.dtype) if unit.coded else unit.shard, self._world, exact=exact)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for unit in self._units:
             self._watched.show(unit)
+
+
+def gather_values(unit: Unit, mine: Tensor, world: World, *, exact: bool) -> None:
+    """Gather every rank's shard of a unit into its line: as it is, or as bytes if the unit's values travel so."""
+    shards = unit.shards(unit.full)
+    if unit.coded and not exact:
+        world.run_tolerating_loss(lambda: gather_codes(mine, shards, world, unit.tag))
+    else:
+        even = unit.owners is None
+        world.run_tolerating_loss(lambda: world.all_gather(mine, even=even, out=shards, tag=unit.tag).wait())
 
 
 class CommonValues(Values):
@@ -227,9 +257,9 @@ class CommonValues(Values):
         self._writes.settle(what)
 
     @torch.no_grad()
-    def renew(self) -> None:
+    def renew(self, units: Sequence[Unit]) -> None:
         self._writes.end_step()
-        for unit in self._units:
+        for unit in units:
             unit.update_shard()
         self._world.run_tolerating_loss(lambda: self._memory.meet("the end of a step"))
 
@@ -252,6 +282,9 @@ class CommonValues(Values):
     def end_loading(self) -> None:
         """Wait until all values are there."""
         self._writes.take_loaded("a checkpoint is loaded")
+
+    def take_shards(self, units: Sequence[Unit]) -> None:
+        self.end_loading()
 
     def close(self) -> None:
         self._memory.close()

@@ -9,36 +9,42 @@ The workers are started by `unisono run -n 4 train.py`, torchrun, or any other e
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.launchers.runtime import membership
 from unisono.methods.spec import build, describe
 from unisono.methods.strategy import Replica, parallel
 from unisono.methods.strategy import Strategy as Method
 from unisono.methods.strategy.changing import Agreed, save_own
+from unisono.methods.strategy.healing import follow
+from unisono.plugs.elastic_batches import ElasticBatches, deal_loader
 from unisono.training.checkpoint import load
-from unisono.world import join
+from unisono.training.data import Shard
+from unisono.world import World, join
 
 _NEEDED = "unisono.huggingface needs Accelerate: pip install 'unisono[huggingface]'"
 try:
     import accelerate
-    from accelerate.state import GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import GradientAccumulationPlugin
 except ImportError as error:
     raise ImportError(_NEEDED) from error
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 else:
     try:
-        from transformers import TrainerCallback
+        from transformers import Trainer, TrainerCallback
         from transformers.trainer_callback import ExportableState
     except ImportError:  # Accelerate by itself
 
@@ -48,6 +54,9 @@ else:
         class ExportableState:
             """Stands in for that of transformers."""
 
+        class Trainer:
+            """Stands in for that of transformers."""
+
 
 __all__ = ["Accelerator", "Callback"]
 
@@ -55,17 +64,22 @@ FOLDER = "unisono"  # in the library's checkpoint, for the state of our methods
 _left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models around which Accelerate puts nothing
 
 
-class _Bound:
-    """A model and its optimizer, bound to a strategy, in a loop that the library runs."""
+def _unwrap(optimizer: Any) -> Any:
+    """The program's own optimizer, without what Accelerate puts around it."""
+    while isinstance(optimizer, accelerate.optimizer.AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
-    def __init__(self, model: nn.Module, optimizer: Any, spec: str | Method, settings: dict[str, Any]) -> None:
-        self.model, inner = model, optimizer
-        while isinstance(inner, accelerate.optimizer.AcceleratedOptimizer):
-            inner = inner.optimizer
-        self.optimizer: Optimizer = inner
-        self.replica: Replica = parallel(model, inner, spec, **settings)
-        if getattr(optimizer, "scaler", None) is not None:
-            self.replica.watch(optimizer.scaler)
+
+class _Bound:
+    """A model and its optimizers, bound to a strategy, in a loop that the library runs."""
+
+    def __init__(self, model: nn.Module, optimizers: list[Any], spec: str | Method, settings: dict[str, Any]) -> None:
+        self.model = model
+        self.optimizers: list[Optimizer] = [_unwrap(optimizer) for optimizer in optimizers]
+        self.replica: Replica = parallel(model, self.optimizers, spec, **settings)
+        if (scaler := getattr(optimizers[0], "scaler", None)) is not None:
+            self.replica.watch(scaler)
         self.agreed = Agreed(self.replica)
 
 
@@ -86,6 +100,7 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ImportError("unisono.huggingface.Callback needs transformers: pip install 'unisono[huggingface]'")
         self._spec, self._settings = strategy, settings
         self._bound: _Bound | None = None
+        self._elastic: _ElasticTrainer | None = None
         self.saved_to = ""
 
     @property
@@ -103,7 +118,9 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepare the model as Accelerate would, without DistributedDataParallel around it."""
         model, world = kwargs["model"], join()
-        if args.world_size != world.size:
+        if world.elastic is not None:
+            self._elastic = _ElasticTrainer(_find_trainer(), world)
+        elif args.world_size != world.size:
             raise ValueError(
                 f"the Trainer knows {args.world_size} process(es), the world has {world.size}: start all of them by "
                 "`unisono run -n N` or torchrun, and make TrainingArguments before anything else joins"
@@ -127,10 +144,13 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self._bound is not None:  # an error, or the user, ended the last training
             self._bound.replica.close()
         self.saved_to = str(Path(args.output_dir).absolute())
-        bound = self._bound = _Bound(model, kwargs["optimizer"], self._spec, self._settings)
+        bound = self._bound = _Bound(model, [kwargs["optimizer"]], self._spec, self._settings)
         model.no_sync = lambda: bound.replica.no_sync()  # Accelerate asks the model; a method would be copied with it
-        if state.global_step > 0 and (folder := self._find_saved(args, state)) is not None:
-            load(folder, bound.replica)
+        saved = self._find_saved(args, state) if state.global_step > 0 else None
+        if self._elastic is not None:
+            saved = self._elastic.begin(bound.replica, saved)
+        if saved is not None:
+            load(saved, bound.replica)
 
     def _find_saved(self, args: Any, state: Any) -> Path | None:
         """Our folder in the checkpoint that training is resumed from; None if it has none."""
@@ -157,10 +177,17 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self._bound is not None:
             self._bound.agreed.take_back()
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Repeat the step if a worker was lost in it, before the Trainer counts it."""
+        if self._bound is not None and self._elastic is not None:
+            self._elastic.end_step(self._bound.replica)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the agreed model in place if the Trainer is about to evaluate or save."""
         if self._bound is None:
             return
+        if self._elastic is not None:
+            self._elastic.tell_epoch()
         best = args.save_strategy == "best" and control.should_evaluate
         if control.should_save or best or control.should_training_stop:
             self._bound.agreed.put()
@@ -179,16 +206,229 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Write what ranks keep for themselves into the Trainer's checkpoint."""
         if self._bound is not None and not args.save_only_model:
             self._bound.agreed.take_back()
-            save_own(Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER, self._bound.replica)
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            if self._elastic is not None:
+                self._elastic.end_save(folder)
+            save_own(folder / FOLDER, self._bound.replica)
             self.on_step_end(args, state, control, **kwargs)
+
+
+# Workers that come and go --------------------------------------------------------------------------------------------
+
+
+def _stand_alone() -> None:
+    """In an elastic run Accelerate knows one process, this one: the group of torch's that it would make of all has a
+    fixed number of ranks. The plug deals the data and exchanges gradients; only rank 0 writes, as ever."""
+    make = PartialState.__init__
+
+    def make_alone(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+        try:
+            make(self, *args, **kwargs)
+        finally:
+            os.environ.update(hidden)
+        _tell_rank(join())
+
+    PartialState.__init__ = make_alone
+
+
+def _tell_rank(world: World) -> None:
+    for kind in (PartialState, AcceleratorState):
+        if "process_index" in kind._shared_state:
+            kind._shared_state.update(process_index=world.rank, local_process_index=world.local_rank)
+
+
+if membership.VARIABLE in os.environ:
+    _stand_alone()
+
+_TOO_LATE = (
+    "in an elastic run (-n MIN:MAX) import unisono.huggingface before TrainingArguments or an Accelerator are made: "
+    "now Accelerate has {} processes in a group of torch's, which cannot change"
+)
+
+
+class _Ranks:
+    """Tells Accelerate this worker's rank when that has changed. The world holds it weakly, so it is kept here."""
+
+    _kept: ClassVar[dict[int, _Ranks]] = {}
+
+    @classmethod
+    def of(cls, world: World) -> _Ranks:
+        return cls._kept.setdefault(id(world), cls())
+
+    def world_changed(self, world: World) -> None:
+        _tell_rank(world)
+
+
+def _find_trainer() -> Any:
+    """The Trainer that calls its callbacks now: it does not tell them who it is."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(found := frame.f_locals.get("self"), Trainer):
+            return found
+    raise ValueError("unisono.huggingface.Callback: no Trainer has called it; give it Trainer(callbacks=[...])")
+
+
+class _ElasticTrainer:
+    """What a Trainer needs in an elastic run."""
+
+    def __init__(self, trainer: Any, world: World) -> None:
+        self._trainer, self._world = trainer, world
+        args = trainer.args
+        if args.world_size != 1:
+            raise ValueError(_TOO_LATE.format(args.world_size))
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"this worker sees {args.n_gpu} GPUs, and the Trainer would use all of them in one process: in an "
+                "elastic run start each worker with one (CUDA_VISIBLE_DEVICES)"
+            )
+        self._batches: ElasticBatches | None = None
+        self._first_step = 0  # the Trainer's, when the replica's was 0
+        self._make_loader = trainer.get_train_dataloader
+        trainer.get_train_dataloader = self._deal
+        world.follow(_Ranks.of(world))
+        world.follow(self)
+
+    def world_changed(self, world: World) -> None:
+        """Only rank 0 logs and writes, and that may be another worker now."""
+        state = self._trainer.state
+        state.is_world_process_zero, state.is_local_process_zero = world.rank == 0, world.local_rank == 0
+
+    def _deal(self) -> ElasticBatches:
+        """In place of `Trainer.get_train_dataloader`: batches that are dealt anew when workers come and go."""
+        self._batches = ElasticBatches(
+            deal_loader(self._make_loader(), self._world, name="huggingface"),
+            window=self._trainer.args.gradient_accumulation_steps,
+            read=self._read,
+            load=self._load,
+            whole_windows=True,
+        )
+        return self._batches
+
+    _FIELDS = ("best_metric", "best_global_step", "best_model_checkpoint", "total_flos", "num_input_tokens_seen")
+
+    def _list_callbacks(self) -> list[Any]:
+        every = self._trainer.callback_handler.callbacks
+        return [one for one in every if isinstance(one, ExportableState) and not isinstance(one, Callback)]
+
+    def _read(self) -> dict[str, Any]:
+        state = self._trainer.state
+        fields = {name: getattr(state, name) for name in self._FIELDS if hasattr(state, name)}
+        return {"fields": fields, "callbacks": [one.state()["attributes"] for one in self._list_callbacks()]}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for name, value in state["fields"].items():
+            setattr(self._trainer.state, name, value)
+        for one, attributes in zip(self._list_callbacks(), state["callbacks"], strict=False):
+            for name, value in attributes.items():
+                setattr(one, name, value)
+
+    def begin(self, replica: Replica, saved: Path | None) -> Path | None:
+        """Training begins: go to where a checkpoint was made. Gives the folder of ours in it that the first workers
+        loaded: a worker that comes later may find a newer one."""
+        trainer, state = self._trainer, self._trainer.state
+        assert self._batches is not None
+        trainer.accelerator.no_sync = lambda model=None: replica.no_sync()  # which asks for that in a group alone
+        self._first_step = self._world.broadcast_object(state.global_step)
+        found = self._world.broadcast_object(None if saved is None else str(saved))
+        if self._first_step:
+            trainer.args.ignore_data_skip = True  # the Trainer would read what was read
+            each = len(self._batches) // trainer.args.gradient_accumulation_steps
+            epoch, step = divmod(self._first_step, each)
+            self._batches.move_to(epoch, step * trainer.args.gradient_accumulation_steps)
+        self._first_step -= replica.step
+        return None if found is None else Path(found)
+
+    def end_step(self, replica: Replica) -> None:
+        """The optimizer has stepped, or has not, as a worker was lost: then all of it once more."""
+        assert self._batches is not None
+        while (window := self._batches.redraw()) is not None:
+            self._repeat(window)
+        self._trainer.state.global_step = self._first_step + replica.step - 1  # the Trainer is about to count this one
+
+    def tell_epoch(self) -> None:
+        """Correct the Trainer's epoch: in a worker that came later it counts from its start."""
+        assert self._batches is not None
+        self._trainer.state.epoch = self._batches.epoch
+
+    def _repeat(self, window: Sequence[Any]) -> None:
+        trainer, args = self._trainer, self._trainer.args
+        samples, items = trainer.get_batch_samples(iter(window), len(window), args.device)
+        model = trainer.model_wrapped
+        for number, inputs in enumerate(samples, 1):
+            is_last = number == len(samples)
+            around: AbstractContextManager[Any] = nullcontext() if is_last else trainer.accelerator.no_sync(model=model)
+            with around:
+                trainer.training_step(model, inputs, items)
+        if args.max_grad_norm:
+            trainer.accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        trainer.optimizer.step()
+
+    def end_save(self, folder: Path) -> None:
+        """Every worker has written its random state to one file, as each thinks it is alone: rank 0's is to stay.
+        Nobody goes on before the checkpoint is whole."""
+        self._world.barrier(tag="checkpoint")
+        if self._world.rank == 0:
+            self._trainer._save_rng_state(str(folder))
+        self._world.barrier(tag="checkpoint")
+
+
+class _ElasticLoader:
+    """A prepared DataLoader in an elastic run. A pass that begins while the models train is dealt among the workers, as
+    `un.shard` would; any other is read whole by every worker."""
+
+    def __init__(self, loader: Any, accelerator: Accelerator, world: World) -> None:
+        self._loader, self._accelerator, self._world = loader, accelerator, world
+        self._shard: Shard | None = None
+        self.end_of_dataloader, self.remainder = False, -1  # asked by Accelerate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._deal()) if self._accelerator.is_training else len(self._loader)
+
+    def _deal(self) -> Shard:
+        if self._shard is None:
+            self._shard = deal_loader(self._loader, self._world, name="huggingface")
+        return self._shard
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._accelerator.is_training:
+            yield from self._loader
+            return
+        shard, state = self._deal(), GradientState()
+        self.end_of_dataloader = False
+        state._add_dataloader(self)
+        try:
+            for batch in shard:
+                self.end_of_dataloader = shard.batch == len(shard)
+                yield batch
+        finally:
+            state._remove_dataloader(self)
+
+
+class _Passes:
+    """Accelerate's count of backward passes in a window: set back with a step that is repeated."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Accelerate's own class, with one of our methods in place of DistributedDataParallel.
 
     strategy: as for `un.parallel`, with `strategy_settings`; all else as for `accelerate.Accelerator`. A model is bound
-    when it and its optimizer have been prepared. `get_state_dict`, `save_model` and `save_state` give the model that
-    the ranks agree on; every rank calls them.
+    when it and its optimizers have been prepared, in one call. `get_state_dict`, `save_model` and `save_state` give the
+    model that the ranks agree on; every rank calls them.
     """
 
     def __init__(
@@ -201,7 +441,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._spec, self._settings = strategy, strategy_settings or {}
         self._bounds: list[_Bound] = []
         super().__init__(*args, **kwargs)
-        if self.num_processes != join().size:
+        self._world = join()
+        if self._world.elastic is not None:
+            self._world.follow(_Ranks.of(self._world))
+            follow(_Passes(self), world=self._world)
+            if self.num_processes != 1:
+                raise ValueError(_TOO_LATE.format(self.num_processes))
+        elif self.num_processes != join().size:
             raise ValueError(
                 f"Accelerate knows {self.num_processes} process(es), the world has {join().size}: start all of them by "
                 "`unisono run -n N`, torchrun or accelerate launch"
@@ -216,31 +462,51 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Mixed precision, device, torch.compile; no DistributedDataParallel."""
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
 
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's own. In an elastic run its batches are dealt anew when workers come and go."""
+        prepared = super().prepare_data_loader(*args, **kwargs)
+        if self._world.elastic is None or isinstance(prepared, _ElasticLoader):
+            return prepared
+        return _ElasticLoader(prepared, self, self._world)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a model that is bound trains now; so it is before one is."""
+        return all(bound.model.training for bound in self._bounds)
+
+    def wait_for_everyone(self) -> None:
+        if self._world.elastic is None:
+            super().wait_for_everyone()
+        else:
+            self._world.barrier(tag="accelerate")
+
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         prepared = super().prepare(*args, device_placement=device_placement)
         self._bind()
         return prepared
 
     def _bind(self) -> None:
-        """Bind every optimizer whose model is there, once."""
-        known = {bound.optimizer for bound in self._bounds}
+        """Bind every optimizer whose model is there, once; several of one model together."""
+        known = {optimizer for bound in self._bounds for optimizer in bound.optimizers}
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
+        found: dict[nn.Module, list[Any]] = {}
         for optimizer in self._optimizers:
-            if optimizer.optimizer not in known:
+            if _unwrap(optimizer) not in known:
                 held = {p for group in optimizer.param_groups for p in group["params"]}
-                for model in models:
-                    if held <= set(model.parameters()):
-                        self._bounds.append(_Bound(model, optimizer, self._spec, self._settings))
-                        break
+                mine = next((model for model in models if held <= set(model.parameters())), None)
+                if mine is not None:
+                    found.setdefault(mine, []).append(optimizer)
+        self._bounds += [_Bound(model, some, self._spec, self._settings) for model, some in found.items()]
 
     def _find(self, model: nn.Module) -> _Bound | None:
         inner = self.unwrap_model(model, keep_torch_compile=False)
         return next((bound for bound in self._bounds if bound.model is inner), None)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        if len(self._bounds) < len(self._optimizers):
+        bound = sum(len(bound.optimizers) for bound in self._bounds)
+        if bound < len(self._optimizers):
             raise ValueError(
-                f"{len(self._optimizers) - len(self._bounds)} optimizer(s) were prepared without the model whose "
+                f"{len(self._optimizers) - bound} optimizer(s) were prepared without the model whose "
                 "parameters they hold: nothing would be exchanged. Give accelerator.prepare the model too"
             )
         super().backward(loss, **kwargs)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import secrets
+import warnings
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from unisono.methods.spec import build, describe
 from unisono.methods.strategy import Strategy as Method
 from unisono.methods.strategy import parallel as bind
 from unisono.methods.strategy.changing import Agreed
+from unisono.methods.strategy.healing import Healing, follow
+from unisono.plugs.elastic_batches import ElasticBatches, name_shard
 from unisono.training.data import Shard
 from unisono.training.data.settings import ShardSettings
 from unisono.world import World, join
@@ -97,6 +100,7 @@ class _Training:
         self.spec: Method
         self.settings: dict[str, Any] = {}
         self.agreed: Agreed | None = None  # during `fit`
+        self.dealt: _Dealt | None = None  # as well
         self._sums = False  # whether metrics must be summed over the workers
         self._evaluates = self._validation_is_part = False
         self._alone = {name: getattr(model, name) for name in ("fit", "evaluate", "predict", "train_step")}
@@ -124,10 +128,11 @@ class _Training:
         asked |= {"x": dealt, "y": None, "sample_weight": None, "class_weight": None}
         asked["callbacks"] = _choose_callbacks(asked["callbacks"], self, dealt)
         before, self._sums = self._sums, True
+        self.dealt = dealt
         try:
             return self._alone["fit"](**asked)
         finally:
-            self._sums = before
+            self._sums, self.dealt = before, None
             dealt.close()
             if self.agreed is not None:  # an error
                 self.agreed.replica.close()
@@ -166,14 +171,15 @@ class _Training:
     def _read_arguments(self, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
         bound = inspect.signature(self._alone[name]).bind(*args, **kwargs)
         bound.apply_defaults()
-        if self.world.rank != 0:
+        if self.world.rank != 0 or _is_joining(self.world):
             bound.arguments["verbose"] = 0
         return dict(bound.arguments)
 
     def _take_part(self, arrays: tuple[Any, ...], steps: int | None) -> tuple[tuple[Any, ...], bool]:
         """This worker's rows of arrays, and True; or all rows, and False, if the data cannot be cut, is read for some
-        steps only, or has fewer rows than there are workers."""
-        if self.world.size == 1 or steps is not None or not can_convert_arrays(arrays):
+        steps only, has fewer rows than there are workers, or if workers come and go."""
+        fixed = self.world.elastic is None
+        if self.world.size == 1 or steps is not None or not fixed or not can_convert_arrays(arrays):
             return arrays, False
         count = len(next(x for x in keras.tree.flatten(arrays) if x is not None))
         if count < self.world.size:
@@ -187,17 +193,40 @@ class _Training:
     def begin(self) -> None:
         """Bind the model, after Keras has built it and callbacks have loaded into it."""
         model, world = self.model, self.world
-        self._shim = _Optimizer(model)
+        self._shim = _Optimizer(model, carries_state=world.elastic is not None)
         replica = bind(_Weights(model), self._shim, self.spec, world=world, **self.settings)
         self.agreed = Agreed(replica)
+        # What is not trained and has no fraction are the seeds that random numbers are drawn from.
+        seeds = [v._value.data for v in model.non_trainable_variables if not v._value.is_floating_point()]
+        offset = secrets.randbelow(1 << 16) if _is_joining(world) else world.rank
         if world.size > 1:
             states = [v._value.data for v in model.optimizer.variables]
-            # What is not trained and has no fraction are the seeds that random numbers are drawn from.
-            seeds = [v._value.data for v in model.non_trainable_variables if not v._value.is_floating_point()]
-            world.broadcast([*states, *seeds], tag="initial state").wait()
-            for seed in seeds:
-                seed.view(-1)[0] += world.rank  # dropout's masks differ between workers
+            # Not as a call of the program: a worker that comes later is given what these are by then.
+            with nullcontext() if world.elastic is None else world.elastic.inside():
+                world.broadcast([*states, *seeds], tag="initial state").wait()
+        for seed in seeds:
+            seed.view(-1)[0] += offset  # dropout's masks differ between workers
         model.optimizer.__dict__["apply"] = self._shim.apply
+
+    def arrive(self, dealt: _Dealt) -> None:
+        """Where workers come and go, let metrics follow; one that comes later begins with the epoch of the others."""
+        healing = Healing.of(self.world)
+        if healing is None or dealt.elastic is None:
+            return
+        if self.model.steps_per_execution > 1:
+            raise ValueError(
+                f"compile(steps_per_execution={self.model.steps_per_execution}) in an elastic run (-n MIN:MAX): a step "
+                "in which a worker is lost is repeated, and its batch must be the last that was drawn. Leave it out"
+            )
+        dealt.close()
+        dealt.elastic.restart()
+        follow(_Metrics(self.model, dealt.elastic), world=self.world)
+        if _is_joining(self.world):
+            healing.heal(is_open=True)
+            healing.elastic.end_replay()  # it makes none of the calls of the epochs before
+            self.model._initial_epoch = healing.find_epoch(dealt.elastic.shard.name)
+            # Keras expects a whole epoch, and this one begins in the middle of one.
+            warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
 
     def end(self) -> None:
         """Give the model its plain Keras optimizer back."""
@@ -209,7 +238,14 @@ class _Training:
         self._shim.param_groups[0]["lr"] = float(self.model.optimizer.learning_rate)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Keras' own. A batch of weight 0, which stands in for a missing one, does not count in metrics."""
+        """Keras' own, and once more for as long as a worker is lost in it."""
+        logs = self._train_once(*args, **kwargs)
+        while self.dealt is not None and (data := self.dealt.redraw()) is not None:
+            logs = self._train_once(data)
+        return logs
+
+    def _train_once(self, *args: Any, **kwargs: Any) -> Any:
+        """A batch of weight 0, which stands in for a missing one, does not count in metrics."""
         if self.world.weight:
             return self._alone["train_step"](*args, **kwargs)
         states = [(v._value, v._value.detach().clone()) for v in self.model.metrics_variables]
@@ -253,11 +289,15 @@ def _name(number: int, variable: Any) -> str:
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """Keras' optimizer as one of torch's: it has its learning rate, and steps when Keras would."""
+    """Keras' optimizer as one of torch's: it has its learning rate, and steps when Keras would.
 
-    def __init__(self, model: Any) -> None:
+    carries_state: its state is that of Keras' optimizer, which a worker that comes later is given.
+    """
+
+    def __init__(self, model: Any, *, carries_state: bool = False) -> None:
         self._variables = list(model.trainable_variables)
         self._apply = model.optimizer.apply
+        self._states = list(model.optimizer.variables) if carries_state else []
         params = [v._value for v in self._variables]
         super().__init__(params, {"lr": float(model.optimizer.learning_rate)})
 
@@ -269,7 +309,41 @@ class _Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._apply([v._value.grad for v in self._variables], self._variables)
+        gradients = [v._value.grad for v in self._variables]
+        if any(gradient is not None for gradient in gradients):  # else the window was given up, as a worker was lost
+            self._apply(gradients, self._variables)
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return {**found, "keras": [v._value.detach().clone() for v in self._states]} if self._states else found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for variable, value in zip(self._states, state_dict.get("keras", ()), strict=False):
+            variable._value.data.copy_(value)
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "keras"})
+
+
+class _Metrics:
+    """The metrics of an epoch so far, for a step that is repeated: its samples are to count once."""
+
+    def __init__(self, model: Any, batches: ElasticBatches) -> None:
+        self._model, self._batches = model, batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metrics": [v._value.detach().clone() for v in self._model.metrics_variables]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Not in a worker that has just come: what the others have counted is theirs."""
+        if not self._batches.is_first:
+            for variable, value in zip(self._model.metrics_variables, state["metrics"], strict=False):
+                variable._value.data.copy_(value)
+
+
+def _is_joining(world: World) -> bool:
+    """Whether this worker comes to a run under way, and is alone until its first batch."""
+    return world.elastic is not None and world.elastic.is_joining
 
 
 # Data --------------------------------------------------------------------------------------------------------------
@@ -295,6 +369,29 @@ class _Dealt:
     _shard: Any
     _endless: bool
     _open: Iterator[Any] | None = None
+    elastic: ElasticBatches | None = None  # the shard's batches, where workers come and go
+
+    def _take_shard(self, data: Any, settings: ShardSettings, world: World, endless: bool) -> None:
+        name = "keras" if world.elastic is None else name_shard(world, "keras")
+        self._shard, self._endless = Shard(data, settings, world=world, name=name), endless
+        if world.elastic is None:
+            return
+        if endless:
+            raise ValueError(
+                "fit(steps_per_epoch=...) in an elastic run (-n MIN:MAX): a worker that comes later could not tell "
+                "which epoch the others are in. Leave it out, or use a fixed number of workers (-n N)"
+            )
+        world.shards[name] = self._shard
+        self.elastic = ElasticBatches(self._shard)
+
+    def redraw(self) -> Any:
+        """This worker's part of the batch in use once more, if another was lost in its step; else None."""
+        window = None if self.elastic is None else self.elastic.redraw()
+        return None if window is None else self._convert(window[0])
+
+    def _convert(self, batch: Any) -> Any:
+        """What the shard has given, as Keras takes it."""
+        return batch
 
     @property
     def num_batches(self) -> int | None:
@@ -302,7 +399,7 @@ class _Dealt:
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order of this epoch, which does not depend on the number of workers."""
-        if not self._endless:
+        if not self._endless and (self.elastic is None or self.elastic.is_first):  # else it goes on by itself
             self.close()
             self._shard.set_epoch(epoch)
 
@@ -319,9 +416,9 @@ class _Dealt:
         yield from reading
 
     def _iterate(self) -> Iterator[Any]:
-        yield from self._shard
+        yield from map(self._convert, self._shard if self.elastic is None else self.elastic)
         while self._endless:
-            yield from self._shard
+            yield from map(self._convert, self._shard)
 
 
 class _DealtArrays(_Dealt, ArrayDataAdapter):  # type: ignore[misc]
@@ -330,26 +427,30 @@ class _DealtArrays(_Dealt, ArrayDataAdapter):  # type: ignore[misc]
         ArrayDataAdapter.__init__(self, x, y, weight, batch_size=size, class_weight=asked["class_weight"])
         rows = torch.arange(count := self._num_samples)
         asking = ShardSettings(min(size, count), shuffle=bool(asked["shuffle"]))
-        self._shard, self._endless = Shard(rows, asking, world=world, name="keras"), endless
+        self._take_shard(rows, asking, world, endless)
+        self._sliceable: Any = None
 
-    def _iterate(self) -> Iterator[Any]:
-        inputs = array_slicing.convert_to_sliceable(self._inputs, target_backend="torch")
+    def _convert(self, batch: Any) -> Any:
+        if self._sliceable is None:
+            self._sliceable = array_slicing.convert_to_sliceable(self._inputs, target_backend="torch")
+        rows = batch.cpu().numpy()
 
-        def take(x: Any, rows: Any) -> Any:
+        def take(x: Any) -> Any:
             return keras.ops.convert_to_tensor(x.convert_to_torch_compatible(x[rows]))
 
-        for rows in super()._iterate():
-            yield keras.tree.map_structure(partial(take, rows=rows.cpu().numpy()), inputs, none_is_leaf=False)
+        return keras.tree.map_structure(take, self._sliceable, none_is_leaf=False)
 
 
 class _DealtLoader(_Dealt, TorchDataLoaderAdapter):  # type: ignore[misc]
     def __init__(self, loader: Any, world: World, endless: bool) -> None:
         TorchDataLoaderAdapter.__init__(self, loader)
-        self._shard, self._endless = Shard(loader, ShardSettings(None), world=world, name="keras"), endless
+        self._take_shard(loader, ShardSettings(None), world, endless)
 
 
 # Callbacks ---------------------------------------------------------------------------------------------------------
 
+_SAVERS = ("ModelCheckpoint", "OrbaxCheckpoint")  # that write on rank 0, whichever worker that is
+_GATED = "_unisono_gated"
 _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "ProgbarLogger")
 
 
@@ -359,14 +460,27 @@ def _choose_callbacks(given: Any, training: _Training, dealt: _Dealt) -> list[An
         raise TypeError("give fit a list of callbacks, got a CallbackList: it may hold some that write on every worker")
     every = list(keras.tree.flatten(given)) if given is not None else []
     asks = any(type(one).on_train_batch_end is not keras.callbacks.Callback.on_train_batch_end for one in every)
-    if training.world.rank != 0:
+    if training.world.elastic is not None:
+        for one in every:
+            if isinstance(one, tuple(kind for name in _SAVERS if (kind := getattr(keras.callbacks, name, None)))):
+                _let_first_rank_save(one, training.world)
+    if training.world.rank != 0 or _is_joining(training.world):
         writers = tuple(kind for name in _WRITERS if (kind := getattr(keras.callbacks, name, None)) is not None)
-        every = [one for one in every if not isinstance(one, writers)]
+        every = [one for one in every if not isinstance(one, writers) or hasattr(one, _GATED)]
         for one in every:
             if isinstance(one, keras.callbacks.BackupAndRestore):  # must load on every rank, but write on none of these
                 one._save_model = lambda *_: None
                 one.delete_checkpoint = False
     return [*every, _Follow(training, dealt, asks=asks)]
+
+
+def _let_first_rank_save(callback: Any, world: World) -> None:
+    """Have a callback write on rank 0 alone, whichever worker that is by then."""
+    if hasattr(callback, _GATED):
+        return
+    setattr(callback, _GATED, True)
+    save = callback._save_model
+    callback._save_model = lambda *args, **kwargs: save(*args, **kwargs) if world.rank == 0 else None
 
 
 class _Follow(keras.callbacks.Callback):  # type: ignore[misc]
@@ -378,6 +492,7 @@ class _Follow(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._training.begin()
+        self._training.arrive(self._dealt)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         assert self._training.agreed is not None

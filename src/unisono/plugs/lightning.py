@@ -21,6 +21,7 @@ from unisono.methods import autograd
 from unisono.methods.strategy import Replica, parallel
 from unisono.methods.strategy import Strategy as Method
 from unisono.methods.strategy.changing import Agreed, save_own
+from unisono.plugs.elastic_batches import ElasticBatches, deal_loader
 from unisono.training.batch_norm import sync_batch_norm
 from unisono.training.checkpoint import load
 from unisono.world import World, join
@@ -61,7 +62,8 @@ class Strategy(ParallelStrategy):
 
     Lightning counts accumulation, clips, scales and writes checkpoints, which hold the model that the ranks agree on
     and the optimizer's state. That model is the one that is validated, too, and after `fit` every rank has it. What
-    ranks keep for themselves lies in a folder beside a checkpoint, `last.ckpt.unisono`. One optimizer a module.
+    ranks keep for themselves lies in a folder beside a checkpoint, `last.ckpt.unisono`. A module that optimizes by hand
+    may have several optimizers, in which every trainable parameter is once.
     """
 
     strategy_name = "unisono"
@@ -72,6 +74,8 @@ class Strategy(ParallelStrategy):
         self._agreed: Agreed | None = None  # during fit
         self._resumed_from: Path | None = None
         self._failed = False
+        self._batches: ElasticBatches | None = None  # of training, in an elastic run
+        self._again: Any = None  # a batch of a step that is repeated, as a worker was lost in it
 
     @property
     def replica(self) -> Replica | None:
@@ -89,8 +93,8 @@ class Strategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Asked by Lightning, which then gives each worker its part of the data."""
-        return True
+        """Asked by Lightning, which then gives each worker its part of the data. In an elastic run the plug does."""
+        return self.world.elastic is None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -119,17 +123,22 @@ class Strategy(ParallelStrategy):
         _join_metrics(self.model)
         if trainer.state.fn != "fit":
             return
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"unisono.lightning.Strategy takes one optimizer, got {len(self.optimizers)}: give one optimizer with "
-                "several parameter groups, or write the loop with un.parallel for each part of the model"
-            )
+        if not self.optimizers:
+            raise ValueError("unisono.lightning.Strategy got no optimizer: configure_optimizers returns one or several")
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
             sync_batch_norm(self.model, self.world)
-        replica = parallel(self.model, self.optimizers[0], self._spec, world=self.world, **self._settings)
+        replica = parallel(self.model, self.optimizers, self._spec, world=self.world, **self._settings)
         if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
             replica.watch(scaler)
         self._agreed = Agreed(replica)
+        if self.world.elastic is not None:
+            self.world.follow(self)
+            if not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
+                raise ValueError(
+                    "unisono.lightning: automatic_optimization=False in an elastic run (-n MIN:MAX): a step in which a "
+                    "worker is lost is repeated, and Lightning does not know where yours begins. Use a fixed number of "
+                    "workers (-n N), or write the loop with un.parallel"
+                )
 
     def on_exception(self, exception: BaseException) -> None:
         """Note the failure: other ranks may be anywhere, so `teardown` must not communicate."""
@@ -143,7 +152,48 @@ class Strategy(ParallelStrategy):
             else:
                 self._agreed.finish()
             self._agreed = None
+        self._batches = None
         super().teardown()
+
+    # Workers that come and go ----------------------------------------------------------------------------------------
+
+    def world_changed(self, world: World) -> None:
+        """Only rank 0 logs and writes, and that may be another worker now."""
+        rank_zero_only.rank = world.rank  # type: ignore[attr-defined]
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """In an elastic run, deal training data anew when workers come and go; every worker reads all other data."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        if self.world.elastic is None or trainer is None or not trainer.training:
+            return dataloader
+        if self._batches is not None:
+            raise ValueError(
+                "unisono.lightning: several training loaders, or reload_dataloaders_every_n_epochs, in an elastic run "
+                "(-n MIN:MAX): give one loader, or use a fixed number of workers (-n N)"
+            )
+        counters = _Counters(trainer)
+        self._batches = ElasticBatches(
+            deal_loader(dataloader, self.world, name="lightning"),
+            window=trainer.accumulate_grad_batches,
+            read=counters.read,
+            load=counters.load,
+        )
+        return self._batches
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's own, and once more for as long as a worker is lost in it."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        while self._batches is not None and (window := self._batches.redraw()) is not None:
+            *others, last = [self.batch_to_device(batch) for batch in window]
+            try:
+                for self._again in others:
+                    with self.block_backward_sync():
+                        closure()
+                self._again = last
+                result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            finally:
+                self._again = None
+        return result
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -208,6 +258,8 @@ class Strategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
+            if self._again is not None:
+                args = (self._again, *args[1:])
             return self._call("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,6 +316,41 @@ class Strategy(ParallelStrategy):
         """The object of worker `src`: plain values and tensors."""
         found: T = self.world.broadcast_object(obj, src)
         return found
+
+
+class _Counters:
+    """How far Lightning's loops and callbacks are, for a worker that comes later."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def _list_parts(self) -> dict[str, Any]:
+        loop = self._trainer.fit_loop
+        batches = loop.epoch_loop
+        return {
+            "epochs": loop.epoch_progress,
+            "batches": batches.batch_progress,
+            "schedulers": batches.scheduler_progress,
+            "optimizer": batches.automatic_optimization.optim_progress,
+            **{f"callback {callback.state_key}": callback for callback in self._trainer.callbacks},  # type: ignore[attr-defined]
+        }
+
+    def read(self) -> dict[str, Any]:
+        """Before a batch is drawn."""
+        loop = self._trainer.fit_loop
+        fetched = 0 if loop._data_fetcher is None else loop._data_fetcher.fetched
+        parts = {name: part.state_dict() for name, part in self._list_parts().items()}
+        return {"parts": parts, "fetched": fetched, "stepped": loop.epoch_loop._batches_that_stepped}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Before the first batch is given out."""
+        loop = self._trainer.fit_loop
+        for name, part in self._list_parts().items():
+            if state["parts"].get(name):
+                part.load_state_dict(state["parts"][name])
+        loop.epoch_loop._batches_that_stepped = state["stepped"]
+        assert loop._data_fetcher is not None
+        loop._data_fetcher.fetched = state["fetched"]
 
 
 def _beside(checkpoint: Any) -> Path:

@@ -60,7 +60,7 @@ class ParallelMixin:
     def fit_loop(self, X: Any, y: Any = None, epochs: int | None = None, **fit_params: Any) -> Any:
         """skorch's own, on a module that is bound meanwhile."""
         world = join()
-        replica = parallel(self._find_module(), self._find_optimizer(), self.strategy, world=world)
+        replica = parallel(self._find_module(), self._find_optimizers(), self.strategy, world=world)
         self.agreed_ = Agreed(replica)
         try:
             done = super().fit_loop(X, y, epochs=epochs, **fit_params)  # type: ignore[misc]
@@ -81,14 +81,9 @@ class ParallelMixin:
         }
         return next(iter(having.values())) if len(having) == 1 else nn.ModuleDict(having)
 
-    def _find_optimizer(self) -> torch.optim.Optimizer:
+    def _find_optimizers(self) -> list[torch.optim.Optimizer]:
         names: list[str] = self._optimizers  # type: ignore[attr-defined]
-        if len(names) > 1:
-            raise ValueError(
-                f"unisono.skorch takes one optimizer, got {', '.join(names)}: give one with several parameter groups"
-            )
-        optimizer: torch.optim.Optimizer = getattr(self, f"{names[0]}_")
-        return optimizer
+        return [getattr(self, f"{name}_") for name in names]
 
     def initialize_callbacks(self) -> Any:
         """skorch's own; those that show or write something do it on rank 0."""

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from unisono.launchers.runtime import sigterm
-from unisono.launchers.runtime.files import local_path
 from unisono.methods.strategy import Strategy, parallel
+from unisono.methods.strategy import average as keep_average
 from unisono.observe.runs.recording import find_recorder
-from unisono.training.checkpoint import load, save
+from unisono.training.checkpoint import load, save, wait_saved
+from unisono.training.checkpoint.behind import find_saves
+from unisono.training.checkpoint.remote import find_place
+from unisono.training.checkpoint.save_clock import SaveClock
 from unisono.training.data import Shard, shard
 from unisono.training.data.settings import ShardSettings
+from unisono.units import parse_duration
 from unisono.world import World, join
 from unisono.world.ledger import Totals
 from unisono.world.preemption import Agreement
@@ -48,11 +52,16 @@ class Trainer:
 
     A batch is a sequence: the last item is the target, the others are the model's inputs. `loss(output, target)`
     and each of `metrics` give the mean over a batch; reported is the mean over all samples of all workers, each
-    counted once. `accumulate` batches make one optimizer step. `scheduler` steps every epoch, or every optimizer
-    step with `schedule="step"` (one that fp16 skips does not count, unless ranks may skip alone). With `checkpoint`
-    (a folder), the state is saved after every epoch and every `save_every` steps, the last `keep` stay, and `fit` goes
-    on from the newest whole one unless `resume=False`; after SIGTERM all ranks save at the same step and end their
-    program with status 143. `early_stopping` is a patience in epochs or an `EarlyStopping`.
+    counted once. `accumulate` batches make one optimizer step. `optimizer` may be a list, of which all step, and
+    `scheduler` too. It steps every epoch, or every optimizer step with `schedule="step"` (one that fp16 skips does
+    not count, unless ranks may skip alone). With `checkpoint` (a folder, or an address such as s3://bucket/run),
+    the state is saved after every epoch and every `save_every` steps (or "10min"), the last `keep` stay, and `fit`
+    resumes from the newest whole one unless `resume=False`. It is written in the `background`: training waits only
+    for a copy in host memory, or for the one before. After SIGTERM all ranks save at the same step and end their
+    program with status 143. `early_stopping` is a patience in epochs or an `EarlyStopping`. With `average` (a decay
+    such as 0.999, or "equal") the trainer keeps an average of the weights, `trainer.average` (see `un.average`),
+    and evaluates with it.
+    `skip_outliers`: see `un.parallel`.
 
     >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     >>> model = nn.Linear(3, 1)
@@ -65,7 +74,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         strategy: str | Strategy = "allreduce",
         *,
         loss: Score,
@@ -77,9 +86,12 @@ class Trainer:
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         checkpoint: str | Path | None = None,
         keep: int = 3,
-        save_every: int | None = None,
+        save_every: int | str | None = None,
+        background: bool = True,
         resume: bool = True,
         early_stopping: int | EarlyStopping | None = None,
+        average: float | Literal["equal"] | None = None,
+        skip_outliers: float | None = None,
         callbacks: Iterable[Callback] = (),
         progress: bool = True,
         world: World | None = None,
@@ -89,20 +101,25 @@ class Trainer:
         if schedule not in ("epoch", "step"):
             raise ValueError(f'got schedule={schedule!r}, expected "epoch" or "step"')
         for name, value in (("accumulate", accumulate), ("save_every", save_every)):
-            if value is not None and value < 1:
+            if isinstance(value, str):
+                parse_duration(value, name)
+            elif value is not None and value < 1:
                 raise ValueError(f"got {name}={value}, expected 1 or more")
         if checkpoint is not None:
-            local_path(checkpoint)
+            find_place(checkpoint)
         taken = set(metrics or {}) & {"samples", "loss", "samples/s", *SPLIT}
         if taken:
             raise ValueError(f"got metrics named {', '.join(sorted(taken))}: these names are taken, choose others")
         self.world = world or join()
-        self.model, self.optimizer = model.to(self.world.device), optimizer
-        self.replica = parallel(self.model, optimizer, strategy, world=self.world)
+        self.model = model.to(self.world.device)
+        self.replica = parallel(self.model, optimizer, strategy, world=self.world, skip_outliers=skip_outliers)
+        self.optimizer = self.replica.optimizer  # of several, all as one
+        self.average = None if average is None else keep_average(self.replica, average)
         self.loss, self.metrics, self.callbacks = loss, dict(metrics or {}), tuple(callbacks)
         self.scheduler, self.schedule, self.clip_norm = scheduler, schedule, clip_norm
         self.accumulate, self.precision, self.progress = accumulate, precision, progress
         self.checkpoint, self.keep, self.save_every, self.resume = checkpoint, keep, save_every, resume
+        self.background = background
         self.early_stopping = EarlyStopping(early_stopping) if isinstance(early_stopping, int) else early_stopping
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=precision == "fp16")
         if self.scaler.is_enabled():
@@ -110,6 +127,12 @@ class Trainer:
         self.history = History()
         self._stop = False
         self._preemption: Agreement | None = None  # with a folder to save to
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        if self.scheduler is None:
+            return []
+        return list(self.scheduler) if isinstance(self.scheduler, list | tuple) else [self.scheduler]
 
     def stop(self) -> None:
         """Ask, on any rank, that all ranks end `fit` after this epoch."""
@@ -145,6 +168,7 @@ class Trainer:
                 ended = len(self.history) == epochs or self.history.stopped_early
                 if not ended and self._is_preempted(now=True):
                     self._leave()
+        wait_saved(self.replica)
         for callback in self.callbacks:
             callback.on_fit_end(self, self.history)
         return self.history
@@ -153,9 +177,18 @@ class Trainer:
     def evaluate(self, data: Any, batch_size: int) -> Logs:
         """The loss and the metrics over all samples of `data`, each counted once, whatever the world's size.
 
-        If the ranks' models differ, it is the one that they agree on (`replica.consolidate()`).
+        If the ranks' models differ, it is the one that they agree on (`replica.consolidate()`). If the trainer keeps an
+        average of the weights, it is evaluated.
         """
-        model, sums = self.replica.consolidate(), self._make_sums()
+        if self.average is None:
+            return self._evaluate(self.replica.consolidate(), data, batch_size)
+        with self.average.applied() as model:
+            return self._evaluate(model, data, batch_size)
+
+    # Inside ----------------------------------------------------------------------------------------------
+
+    def _evaluate(self, model: nn.Module, data: Any, batch_size: int) -> Logs:
+        sums = self._make_sums()
         training = model.training
         batches = data if isinstance(data, Shard) else self._shard_for_evaluation(data, batch_size)
         model.eval()
@@ -165,8 +198,6 @@ class Trainer:
         finally:
             model.train(training)
         return self._compute_means(self.world.all_reduce(sums, "sum", tag="metrics").wait())
-
-    # Inside ----------------------------------------------------------------------------------------------
 
     def _shard_for_evaluation(self, data: Any, batch_size: int) -> Shard:
         """A shard that is not registered in the world: checkpoints leave it out, and it is never the one trained on."""
@@ -184,6 +215,7 @@ class Trainer:
             "validation data": validation is not None,
             "metrics": list(self.metrics),
             "accumulate": self.accumulate,
+            "the average": None if self.average is None else list(self.average.settings),
             "checkpoint, save_every and resume": [self.checkpoint is not None, self.save_every, self.resume],
         }
         every = self.world.gather_objects(asked)
@@ -214,7 +246,7 @@ class Trainer:
                 for callback in self.callbacks:
                     callback.on_step_end(self, {"step": self.replica.step, "loss": loss.item()})
                 preempted = self._is_preempted(now=batches.batch == total)  # then comes validation, which may be long
-                if preempted or (self.save_every and self.replica.step % self.save_every == 0):
+                if preempted or self._is_save_due():
                     self._save(sums)
                 if preempted:
                     self._leave()
@@ -243,16 +275,18 @@ class Trainer:
     def _step_optimizer(self) -> None:
         self.replica.sync()  # a strategy that accumulates may still hold gradients back: clip and unscale the means
         if self.clip_norm is not None:
-            self.scaler.unscale_(self.optimizer)
+            for optimizer in self.replica.members:
+                self.scaler.unscale_(optimizer)
             axes = self.world.axes
             clip = nn.utils.clip_grad_norm_ if axes is None else axes.clip
             clip(self.model.parameters(), self.clip_norm)
         scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
+        for optimizer in self.replica.members:
+            self.scaler.step(optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         skipped = self.scaler.get_scale() < scale  # fp16 has overflowed: the optimizer was not called
-        if self.scheduler is not None and self.schedule == "step":
+        if self.schedule == "step":
             self._step_schedule(skipped=skipped)
 
     def _step_schedule(self, *, skipped: bool) -> None:
@@ -263,8 +297,10 @@ class Trainer:
         if skipped:
             if not self.replica.own_gradients or self.world.size == 1:
                 return
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns if it was the first
-        self.scheduler.step()
+            for optimizer in self.replica.members:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns if it was the first
+        for scheduler in self._schedulers:
+            scheduler.step()
 
     def _end_epoch(self, logs: Logs) -> None:
         """Record the epoch, step the schedule, and agree with all ranks on whether to go on."""
@@ -272,9 +308,9 @@ class Trainer:
         if self.world.rank == 0:  # the values are the same on all ranks
             known = {"epoch_loss" if name == "loss" else name: logs[name] for name in logs if name not in SPLIT}
             self._record({"epoch": len(self.history), **known})
-        if self.scheduler is not None and self.schedule == "epoch":
-            plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            self.scheduler.step(*([logs.get("val_loss", logs["loss"])] if plateau else []))
+        for scheduler in self._schedulers if self.schedule == "epoch" else ():
+            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*([logs.get("val_loss", logs["loss"])] if plateau else []))
         for callback in self.callbacks:
             callback.on_epoch_end(self, logs)
         if self.early_stopping is not None and self.early_stopping.should_stop(logs):
@@ -314,6 +350,7 @@ class Trainer:
 
     def _leave(self) -> NoReturn:
         """End the program, after the save; all ranks come here after the same step."""
+        wait_saved(self.replica)
         if self.world.rank == 0:
             print(
                 f"unisono: preempted at step {self.replica.step}, saved to {self.checkpoint}; "
@@ -324,7 +361,9 @@ class Trainer:
 
     def _find_stateful(self) -> dict[str, Any]:
         scaler = self.scaler if self.scaler.is_enabled() else None
-        parts = {"scheduler": self.scheduler, "scaler": scaler, "early_stopping": self.early_stopping}
+        names = ["scheduler", *(f"scheduler {i}" for i in range(1, len(self._schedulers)))]
+        parts: dict[str, Any] = dict(zip(names, self._schedulers, strict=False))
+        parts |= {"scaler": scaler, "early_stopping": self.early_stopping}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _save(self, sums: Tensor) -> None:
@@ -334,7 +373,18 @@ class Trainer:
         whole = self.world.all_reduce(sums.clone(), "sum", tag="metrics").wait().tolist()
         named = dict(zip(self._sum_names, whole, strict=True))
         extra |= {"rows": self.history.rows, "stopped": self.history.stopped_early, "sums": named}
-        save(self.checkpoint, self.replica, keep=self.keep, extra={"trainer": extra})
+        save(self.checkpoint, self.replica, keep=self.keep, extra={"trainer": extra}, background=self.background)
+
+    def _is_save_due(self) -> bool:
+        if self.checkpoint is None:
+            return False
+        if self.background:
+            find_saves(self.replica).warm(self.replica)
+        if self.save_every is None:
+            return False
+        if isinstance(self.save_every, str):
+            return SaveClock.of(self.world, find_place(self.checkpoint), self.save_every).is_due()
+        return self.replica.step % self.save_every == 0
 
     def _resume(self) -> Tensor:
         """Load the newest checkpoint, if there is one; returns the sums of an epoch that it cut through."""

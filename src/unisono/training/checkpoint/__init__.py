@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from unisono.training.checkpoint.checkpoint import CheckpointError, Loaded, ModelPart, Savable, load, save
+from unisono.training.checkpoint.behind import wait_saved
+from unisono.training.checkpoint.checkpoint import CheckpointError, Loaded, load, save
+from unisono.training.checkpoint.savable import ModelPart, Savable
 
-__all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "load", "save"]
+__all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "load", "save", "wait_saved"]

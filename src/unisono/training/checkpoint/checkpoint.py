@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import os
-import shutil
-import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from unisono import rng
-from unisono.launchers.runtime.files import local_path
 from unisono.methods.buckets import load_optimizer
+from unisono.methods.joined_optimizers import describe_optimizer, members_of
 from unisono.packing import pack
+from unisono.training.checkpoint.behind import BackgroundSaves, Lost, Parts, find_saves, finish_saves
+from unisono.training.checkpoint.fitting import Kind, check_model, check_optimizer
 from unisono.training.checkpoint.folder import (
     Contents,
     Files,
+    SharedByRuns,
     begin_folder,
-    find_candidates,
+    discard_folder,
+    empty_folder,
     publish_folder,
     read_folder,
     remove_replaced,
     write_pair,
     write_rank,
 )
+from unisono.training.checkpoint.foreign import Format, find_format, fit_names, read_all, read_foreign
+from unisono.training.checkpoint.remote import Place, find_place
 from unisono.training.checkpoint.safetensors import SPLIT, merge_trees
-from unisono.training.checkpoint.slices import Held, Piece, Stored, find_gaps
+from unisono.training.checkpoint.savable import Savable, is_savable, name_parameters, unwrap
+from unisono.training.checkpoint.save_clock import SaveClock
+from unisono.training.checkpoint.slices import Held, Piece, find_gaps
+from unisono.training.checkpoint.snapshot import Snapshot
+from unisono.training.checkpoint.together import CheckpointError as CheckpointError
+from unisono.training.checkpoint.together import (
+    digest_state,
+    do_together,
+    find_newest,
+    shorten,
+    wait_until_visible,
+    warn_of_damage,
+)
 from unisono.world import PeerLost, World
-
-_VISIBLE_WITHIN_S = 5.0  # a network disk may show a new folder late
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read; raised on every rank alike."""
 
 
 class Loaded(NamedTuple):
@@ -54,41 +60,6 @@ class Loaded(NamedTuple):
     extra: Any
 
 
-class ModelPart(NamedTuple):
-    """How one rank counts in the one model that a checkpoint gives to plain PyTorch and to other strategies.
-
-    Keys are the model's own parameters and buffers. A tensor that is not named is taken as it is; if the ranks hold
-    different values, their mean is taken, with equal weights.
-
-    values: what to take in a tensor's place.
-    weights: how much this rank counts in a tensor's mean.
-    first: tensors of which rank 0's is taken instead of the mean.
-    """
-
-    values: Mapping[Tensor, Tensor] = {}
-    weights: Mapping[Tensor, float] = {}
-    first: Collection[Tensor] = ()
-
-
-@runtime_checkable
-class Savable(Protocol):
-    """What saving and loading ask of a replica (`unisono.strategy.Replica` says what each member is)."""
-
-    world: World
-    model: nn.Module
-    optimizer: Optimizer
-    strategy: Any
-    step: int
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], *, same_world: bool) -> None: ...
-    def present_ranks(self) -> list[int]: ...
-    def gather_present(self, obj: Any) -> dict[int, Any]: ...
-    def model_part(self) -> ModelPart: ...
-    def sharded_state(self) -> dict[str, Any] | None: ...
-    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None: ...
-
-
 EVERY_RANK = {  # what errors say if some ranks do not call it (see `unisono.launchers.runtime.frames`)
     "save": "every rank calls un.save; rank 0 writes, and each rank the parts that only it has",
     "load": "every rank calls un.load",
@@ -97,59 +68,131 @@ EVERY_RANK = {  # what errors say if some ranks do not call it (see `unisono.lau
 # Saving ---------------------------------------------------------------------------------------------------
 
 
-def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3, extra: Any = None) -> str:
+def save(
+    path: str | os.PathLike[str],
+    replica: Savable,
+    *,
+    keep: int | None = 3,
+    extra: Any = None,
+    background: bool = False,
+    if_busy: Literal["wait", "skip"] = "wait",
+    every: str | float | None = None,
+) -> str:
     """Write model, optimizer, strategy, shards, RNG and step as a new checkpoint in the folder `path`.
 
-    Every rank calls it with a path on a disk that all ranks see. It is written beside the others under a
-    hidden name and renamed when all of it is on the disk: a crash or a full disk leaves the former ones whole,
-    and a failure on any rank raises on every rank. The newest `keep` remain (None: all of them).
+    Every rank calls it with a path on a disk that all ranks see, or with an address that fsspec knows (s3://, gs://).
+    It appears when all of it is there: a crash or a full disk leaves the former ones whole, and a failure on any rank
+    raises on every rank. The newest `keep` remain (None: all of them).
     `extra` is any nested state that `unisono.packing.pack` takes: a scheduler's state, a GradScaler's, a
     history; a rank whose `extra` is its own gets that back in a world of the same size.
-    In a run that only measures (`unisono plan`) nothing is written.
-    If the strategy goes on without a rank that died (`parameter_server`), the others save, as a world of their number.
-    With other strategies every rank raises `PeerLost`.
+    In a run that only measures (`unisono plan`) nothing is written. If the strategy goes on without a rank that died
+    (`parameter_server`), the others save, as a world of their number. With others every rank raises `PeerLost`.
 
-    Returns the checkpoint's own folder.
+    Args:
+        background: Copy the state into host memory, which is kept for the next save, and return; a thread writes it
+            while training goes on. An error is raised by the next `un.save`, `un.wait_saved()` or `un.load`, or at
+            the end of the program.
+        if_busy: If one is still being written: "wait" for it, or "skip" this one.
+        every: Save only if so much time has passed since the last save (or the first such call), by rank 0's clock:
+            "10min", "2h", or seconds. To be called after every step.
+
+    Returns the checkpoint's own folder; "" if it was skipped, or is not due.
 
     Example:
         >>> un.save("run/checkpoint", replica, extra={"scheduler": scheduler.state_dict()})  # doctest: +SKIP
     """
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints remain: at least 1, or None for all")
+    if if_busy not in ("wait", "skip"):
+        raise ValueError(f'if_busy is {if_busy!r}; expected "wait" or "skip"')
     _check_replica("save", replica)
-    local_path(path)
+    place = find_place(path)
     if getattr(replica, "is_trial", False):
         return str(path)
+    if every is not None and not SaveClock.of(replica.world, place, every).is_due():
+        if background:
+            find_saves(replica).warm(replica)
+        return ""
     elastic = getattr(replica, "elastic", None)
+
+    def run() -> str:
+        whole = replica if elastic is not None else _find_whole(replica)
+        try:
+            saving = _Saving(place, whole, keep, extra, find_saves(replica))
+        except PeerLost as error:
+            raise PeerLost(f"{_describe_none(place)}: {error}") from error
+        return _save_behind(saving, if_busy) if background else _save(saving)
+
     if elastic is None:
-        return _save(path, _find_whole(replica), keep, extra)
+        return run()
     # If a rank is lost meanwhile, the save is repeated, and not the step around it.
-    return str(elastic.call(lambda: _save(path, replica, keep, extra), alone=lambda: path, raises=_ALIKE))
+    return str(elastic.call(run, alone=lambda: path, raises=_ALIKE))
 
 
-def _save(path: str | os.PathLike[str], replica: Savable, keep: int | None, extra: Any) -> str:
-    none = f"no checkpoint was written to {path}, the former ones are as they were"
-    saving, files = None, None
+def _describe_none(place: Place) -> str:
+    return f"no checkpoint was written to {place}, the former ones are as they were"
+
+
+def _save(saving: _Saving) -> str:
+    none = _describe_none(saving.root)
+    files = None
     try:
-        saving = _Saving(Path(path), replica, keep, extra)
-        reports = _do_together(saving.gather, none, saving.prepare)
-        files = _do_together(saving.gather, none, lambda: saving.write(reports))
-        name = _do_together(saving.gather, none, lambda: saving.publish(files))[0]
+        reports = do_together(saving.gather, none, saving.prepare)
+        files = do_together(saving.gather, none, lambda: saving.write(reports, reports[0]["digests"]))
+        name, problem = do_together(saving.gather, none, lambda: saving.publish(files))[0]
     except BaseException as error:
-        if saving is not None and saving.number == 0 and saving.writing is not None:
-            shutil.rmtree(saving.writing, ignore_errors=True)
+        saving.discard()
         if isinstance(error, PeerLost):  # in the last phase, rank 0 may have come as far as the name
-            unsure = f"it is not known whether the checkpoint was written to {path}, the former ones are whole"
+            unsure = f"it is not known whether the checkpoint was written to {saving.root}, the former ones are whole"
             raise PeerLost(f"{none if files is None else unsure}: {error}") from error
         raise
     finally:
-        if saving is not None and saving.lock is not None:
-            saving.lock.close()
-    return str(Path(path) / name)
+        saving.close()
+    if problem:
+        raise CheckpointError(problem)
+    return str(saving.root / name)
+
+
+def _save_behind(saving: _Saving, if_busy: str) -> str:
+    """Copy the state and have it written in the background; or if it cannot be copied, now."""
+    none = _describe_none(saving.root)
+    try:
+        if (begun := _begin_behind(saving, none, if_busy)) is None:
+            return ""
+        reports = do_together(saving.gather, none, lambda: saving.copy(*begun))
+        if any(report["on_disk"] for report in reports):
+            return _finish_save(saving, none, reports)
+        saving.saves.start(saving.root, saving.step, lambda: saving.write_behind(reports))
+    except BaseException:
+        saving.discard()
+        saving.close()
+        raise
+    return str(saving.root / begun[1])
+
+
+def _finish_save(saving: _Saving, none: str, reports: list[Any]) -> str:
+    """Write at once what cannot be copied."""
+    digests = do_together(saving.gather, none, lambda: {} if saving.number else saving.digest())[0]
+    files = do_together(saving.gather, none, lambda: saving.write(reports, digests))
+    name, problem = do_together(saving.gather, none, lambda: saving.publish(files))[0]
+    saving.close()
+    if problem:
+        raise CheckpointError(problem)
+    return str(saving.root / name)
+
+
+def _begin_behind(saving: _Saving, none: str, if_busy: str) -> tuple[str, str] | None:
+    try:
+        begun: tuple[str, str] | None = do_together(saving.gather, none, lambda: saving.begin(if_busy))[0]
+    except CheckpointError:
+        with suppress(OSError):  # of the same save that rank 0 speaks of: it has been raised now
+            saving.saves.finish()
+        raise
+    return begun
 
 
 def _check_replica(what: str, replica: object) -> None:
-    if not isinstance(replica, Savable):
+    if not is_savable(replica):
         raise TypeError(f"un.{what} takes the replica that un.parallel returned, got {type(replica).__name__}")
 
 
@@ -161,15 +204,23 @@ def _find_whole(replica: Savable) -> Savable:
 
 
 class _Saving:
-    """One save, in three phases; after each, the ranks agree that all went well."""
+    """One save, in three phases; after each, the ranks agree that all went well.
 
-    def __init__(self, root: Path, replica: Savable, keep: int | None, extra: Any) -> None:
+    In the background the third begins when the state has been copied, and the ranks agree by files (see `Parts`).
+    """
+
+    def __init__(
+        self, root: Place, replica: Savable, keep: int | None, extra: Any, saves: BackgroundSaves | None = None
+    ) -> None:
         self.root, self.replica, self.keep, self.extra = root, replica, keep, extra
-        self.world = replica.world
+        self.saves = saves or BackgroundSaves()
+        self.world, self.step = replica.world, replica.step
         self.ranks = replica.present_ranks()
         self.number = self.ranks.index(self.world.rank)  # this rank's number among those that save
-        self.writing: Path | None = None
+        self.writing: Place | None = None
         self.lock: io.FileIO | None = None  # held by rank 0 on the folder that it writes
+        self.parts: Parts | None = None
+        self.on_disk = False  # a part of the state, which the disk has no room to keep as it is
 
     def gather(self, obj: Any) -> list[Any]:
         """Every saving rank's `obj`, in order; all raise alike if one was lost since the save began."""
@@ -180,8 +231,39 @@ class _Saving:
 
     def prepare(self) -> dict[str, Any]:
         """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
+        finish_saves(self.saves, self.root)
+        report = self._collect()
+        if self.number == 0:
+            self.writing, self.lock = begin_folder(self.root, self.step)
+            report |= {"name": self.writing.name, "digests": self.digest()}
+        return report
+
+    def begin(self, if_busy: str) -> tuple[str, str] | None:
+        """In the background, 1. Rank 0 makes the folder; returns the name that it has and will have. None: skip."""
+        if self.number:
+            return None
+        if self.saves.is_busy and if_busy == "skip":
+            return None
+        finish_saves(self.saves, self.root)
+        self.writing, self.lock = begin_folder(self.root, self.step)
+        name = self.writing.name
+        return name, name.removeprefix(".writing-").rpartition("-")[0] if name.startswith(".") else name
+
+    def copy(self, name: str, _target: str) -> dict[str, Any]:
+        """In the background, 2. Take the state apart and copy it, unless a part of it is on a disk."""
+        self.saves.finish()
+        self.writing = self.root / name
+        wait_until_visible(self.writing, self.world.host)
+        self.parts = Parts(self.writing, self.number, len(self.ranks))
+        self.parts.enter()
+        self.world.follow(self.parts)
+        report = self._collect(self.saves.snapshot)
+        return report | {"name": name, "on_disk": self.on_disk}
+
+    def _collect(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
+        """Take the state apart, into a copy if there is room for one; returns what the other ranks have to know."""
         state, parts = self.replica.state_dict(), self.replica.sharded_state()
-        model = _unwrap(self.replica.model)
+        model = unwrap(self.replica.model)
         part, named = self.replica.model_part(), list[tuple[str, Tensor]]()
         if parts is None:  # each name of a tensor that has several
             named = [(name, x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)]
@@ -189,7 +271,10 @@ class _Saving:
             "model": model.state_dict() if parts is None else parts["model"],
             "versions": {name: {"version": x._version} for name, x in model.named_modules(remove_duplicate=False)},
             "optimizer": self.replica.optimizer.state_dict() if parts is None else parts["optimizer"],
-            "optimizer_type": type(self.replica.optimizer).__name__,
+            "optimizer_type": describe_optimizer(self.replica.optimizer),
+            "optimizer_groups": [len(member.param_groups) for member in members_of(self.replica.optimizer)],
+            "optimizer_names": name_parameters(model, self.replica),
+            "average": None if (average := _find_average(self.replica)) is None else average.state(),
             "strategy": state["shared"],
             "strategy_type": type(self.replica.strategy).__name__,
             "consolidated": {name: part.values[x].detach().to(x.dtype) for name, x in named if x in part.values},
@@ -198,38 +283,101 @@ class _Saving:
             "ledger": {"step_count": self.world.ledger.step_count},
             "extra": self.extra,
         }
-        self.tree, found = pack(whole, leaves=() if parts is None else Piece)
+        found: dict[str, Any]
+        to_cpu = snapshot is None
+        self.tree, found = pack(whole, leaves=() if parts is None else Piece, to_cpu=to_cpu)
+        own_tree, own = pack({"local": state["local"], "rng": rng.capture(self.world.device)}, to_cpu=to_cpu)
+        if snapshot is not None:
+            found = snapshot.freeze(found)
+            self.on_disk = any(isinstance(x, Piece) and x.freeze is not None for x in found.values())
+            if not self.on_disk:
+                found, own = snapshot.take([found, own])
         pieces = {name: x for name, x in found.items() if isinstance(x, Piece)}
         self.pieces = None if parts is None else pieces
-        self.tensors = {name: x for name, x in found.items() if name not in pieces}
+        self.tensors: dict[str, Tensor] = {name: x for name, x in found.items() if name not in pieces}
         weights = {f"model.{name}": float(part.weights[x]) for name, x in named if x in part.weights}
         self.weights = {name: weight for name, weight in weights.items() if weight != 1.0}
-        self.own = pack({"local": state["local"], "rng": rng.capture(self.world.device)})
-        report: dict[str, Any] = {"split": None}
-        if parts is not None:
-            held = {name: piece.describe() for name, piece in pieces.items()}
-            report["split"] = [{key: self.tree[key] for key in SPLIT}, held]
-        if self.number == 0:
-            self.writing, self.lock = begin_folder(self.root, self.replica.step)
-            alone = len(self.ranks) == 1
-            report |= {"name": self.writing.name, "digests": {} if alone else _digest(self._compared(), self.tensors)}
-        return report
+        self.own = own_tree, own
+        if parts is None:
+            return {"split": None}
+        held = {name: piece.describe() for name, piece in pieces.items()}
+        return {"split": [{key: self.tree[key] for key in SPLIT}, held]}
 
-    def write(self, reports: Sequence[Mapping[str, Any]]) -> Files:
+    def digest(self) -> dict[str, str]:
+        """What rank 0's tensors are, for the others to compare."""
+        return {} if len(self.ranks) == 1 else digest_state(self._compared(), self.tensors)
+
+    def _share_digests(self, parts: Parts) -> dict[str, str]:
+        """Rank 0's digests, by a file."""
+        if self.number:
+            return dict(parts.take(".digests", 0))
+        if digests := self.digest():
+            parts.give(".digests", digests)
+        return digests
+
+    def write(self, reports: Sequence[Mapping[str, Any]], digests: Mapping[str, str]) -> Files:
         """2. Rank 0 writes the shared state; every rank writes what differs from that, and its own state."""
         rank, self.writing = self.number, self.root / reports[0]["name"]
         wholes = self._merge([report["split"] for report in reports])
-        _wait_until_visible(self.writing, self.world.host)
+        wait_until_visible(self.writing, self.world.host)
         if rank == 0:
             tree = self.tree if self.pieces is None else self.tree | {"pieces": wholes}
             files = write_pair(self.writing, "shared", tree, self.tensors)
             return files | write_rank(self.writing, rank, self.own, pieces=self.pieces, weights=self.weights)
-        mine, digests = _digest(self._compared(), self.tensors), reports[0]["digests"]
+        mine = digest_state(self._compared(), self.tensors)
         differs = {key: tensor for key, tensor in self.tensors.items() if mine[key] != digests.get(key)}
-        tree = self._compared() if mine[""] != digests[""] else None
+        differing_tree = self._compared() if mine[""] != digests[""] else None
         return write_rank(
-            self.writing, rank, self.own, tree=tree, differs=differs, pieces=self.pieces, weights=self.weights
+            self.writing, rank, self.own, tree=differing_tree, differs=differs, pieces=self.pieces, weights=self.weights
         )
+
+    def write_behind(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """In the background, 3. Write the copy; rank 0 waits for the others' parts and makes it a checkpoint."""
+        parts = self.parts
+        assert parts is not None
+        try:
+            self.saves.snapshot.wait()
+            files = self.write(reports, self._share_digests(parts))
+            if self.number:
+                parts.give(f".part-{self.number:05d}", {"files": files})
+                parts.take_outcome()
+                return
+            published = self.publish([files, *(parts.take_files(rank) for rank in range(1, parts.size))])
+            if published is not None and published[1]:
+                raise SharedByRuns(published[1])
+        except Exception as error:
+            self._tell_failure(error)
+            if parts.ranks_changed:  # a disk that was closed for the new world, say
+                raise Lost(f"ranks have come or gone ({shorten(error)})") from error
+            raise
+        finally:
+            self.close()
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """Tell the other ranks why this one could not write its part (rank 0: why there will be no checkpoint)."""
+        if self.writing is None:
+            return
+        assert self.parts is not None
+        try:
+            if self.number == 0:
+                empty_folder(self.writing)
+            self.parts.give_failure(error)
+        except OSError:  # a full disk, say; the others find out by the lock of this rank, or by the folder's absence
+            if self.number == 0:
+                discard_folder(self.writing)
+
+    def discard(self) -> None:
+        """Remove what was written, where this save ends without a checkpoint."""
+        if self.number == 0 and self.writing is not None:
+            discard_folder(self.writing)
+
+    def close(self) -> None:
+        """Let go of the locks, and of what was kept on a disk."""
+        self.saves.snapshot.release()
+        if self.lock is not None:
+            self.lock.close()
+        if self.parts is not None:
+            self.parts.leave()
 
     def _merge(self, parts: Sequence[tuple[Any, dict[str, Held]] | None]) -> dict[str, list[Any]]:
         """Merge the trees of a state that is split over the ranks; returns dtype and shape of each whole tensor."""
@@ -253,45 +401,21 @@ class _Saving:
         """The part of the tree in which ranks may differ: without model and optimizer if those are split."""
         return {key: part for key, part in self.tree.items() if self.pieces is None or key not in SPLIT}
 
-    def publish(self, files: list[Files]) -> str | None:
-        """3. Rank 0 gives the folder its name, and removes the oldest."""
+    def publish(self, files: list[Files]) -> tuple[str, str] | None:
+        """3. Rank 0 makes the folder a checkpoint, and removes the oldest; returns its name, and what is wrong with the
+        other checkpoints there."""
         if self.number:
             return None
         assert self.writing is not None
         joined = {name: entry for part in files for name, entry in part.items()}
-        step = self.replica.step
         is_split = self.pieces is not None
-        made = publish_folder(self.writing, joined, step=step, world_size=len(self.ranks), is_split=is_split)
+        made = publish_folder(self.writing, joined, step=self.step, world_size=len(self.ranks), is_split=is_split)
         self.writing = None
-        remove_replaced(made, step=step, keep=self.keep)
-        return made.name
-
-
-def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """A digest of every tensor (dtype, shape, bytes) by name, and of the tree under the empty name."""
-
-    def digest(*parts: Any) -> bytes:
-        summed = hashlib.blake2b(digest_size=16)
-        for part in parts:
-            summed.update(part)
-        return summed.digest()
-
-    found = {"": digest(json.dumps(tree).encode())}
-    for name, tensor in tensors.items():
-        raw = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
-        found[name] = digest(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), raw)
-    return found
-
-
-def _wait_until_visible(folder: Path, host: str) -> None:
-    end = time.monotonic() + _VISIBLE_WITHIN_S
-    while not folder.is_dir():
-        if time.monotonic() > end:
-            raise CheckpointError(
-                f"{folder.parent} on {host} does not show the folder that rank 0 just made there; "
-                "give every rank a path on one disk that all hosts share"
-            )
-        time.sleep(0.05)
+        try:
+            remove_replaced(made, step=self.step, keep=self.keep)
+        except SharedByRuns as error:
+            return made.name, str(error)
+        return made.name, ""
 
 
 # Loading --------------------------------------------------------------------------------------------------
@@ -299,6 +423,9 @@ def _wait_until_visible(folder: Path, host: str) -> None:
 
 def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True) -> Loaded:
     """Take up the newest whole checkpoint in the folder `path` (or `path` itself, if it is one).
+
+    `path` may also be a folder of torch.distributed.checkpoint, a Hugging Face folder, a .safetensors file or one that
+    torch.save wrote: model, optimizer and step are loaded as far as they are there, and no code in it is run.
 
     Every rank calls it. All ranks load the same one; what is damaged is skipped, with a warning that says why.
     Parameters stay the same objects. In a world of the same size training goes on bit for bit as if it had
@@ -316,16 +443,16 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
     Raises:
         FileNotFoundError: there is no checkpoint.
         CheckpointError: there are some, and none is whole.
-        ValueError: the checkpoint does not fit the model or the optimizer; or `path` is an address such as s3://...
+        ValueError: the checkpoint does not fit the model or the optimizer.
     """
     _check_replica("load", replica)
     elastic = getattr(replica, "elastic", None)
     if elastic is None:
-        return Loaded(*_load(path, _find_whole(replica), strict, stacklevel=4)["loaded"])
+        return Loaded(*_load(path, _find_whole(replica), strict, find_saves(replica), stacklevel=4)["loaded"])
     is_late = elastic.is_catching_up
 
     def run() -> dict[str, Any]:
-        return _load(path, replica, strict, stacklevel=7)
+        return _load(path, replica, strict, find_saves(replica), stacklevel=7)
 
     found = elastic.call(run, alone=run, raises=_ALIKE)
     if is_late:
@@ -336,67 +463,48 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
 _ALIKE = (FileNotFoundError, CheckpointError, ValueError, TypeError)  # what `load` raises, and `save`
 
 
-def _load(path: str | os.PathLike[str], replica: Savable, strict: bool, *, stacklevel: int) -> dict[str, Any]:
+def _load(
+    path: str | os.PathLike[str], replica: Savable, strict: bool, saves: BackgroundSaves, *, stacklevel: int
+) -> dict[str, Any]:
     """Load the newest whole checkpoint. Returns the fields of `Loaded`, and the positions of the shards."""
-    world, root = replica.world, local_path(path)
+    world, root = replica.world, find_place(path)
     strategy, what = type(replica.strategy).__name__, f"{root} could not be loaded"
     gather = world.gather_objects
-    is_split = _do_together(gather, what, lambda: replica.sharded_state() is not None)[world.rank]
+    do_together(gather, "a save in the background failed", lambda: finish_saves(saves, root))
+    if (kind := do_together(gather, what, lambda: find_format(root))[0]) != "unisono":
+        return _load_foreign(root, kind, replica, strict)
+    is_split = do_together(gather, what, lambda: replica.sharded_state() is not None)[world.rank]
     found, folder, skipped = find_newest(
         root, world, lambda folder: read_folder(folder, world.rank, world.size, strategy, lazy=is_split)
     )
     if world.rank == 0:
         warn_of_damage(found, folder, skipped, stacklevel=stacklevel)
-    _do_together(gather, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
+    do_together(gather, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
     shards = found.whole["shards"]
     epoch = next((state["epoch"] for state in shards.values() if "epoch" in state), 0)
     return {"loaded": (found.step, epoch, str(folder), skipped, found.whole["extra"]), "shards": shards}
 
 
-def find_newest(
-    root: Path, world: World, read: Callable[[Path], Contents]
-) -> tuple[Contents, Path, list[tuple[str, str]]]:
-    """The newest checkpoint that every rank could `read`, its folder, and the skipped ones with reasons."""
+def _load_foreign(root: Any, kind: Format, replica: Savable, strict: bool) -> dict[str, Any]:
+    """Load the model (and the optimizer, if it is there) of another format; the strategy begins with them."""
+    read: list[Contents] = []
 
-    def list_candidates() -> list[list[str]]:
-        found = find_candidates(root) if world.rank == 0 else []
-        return [[str(c.path.relative_to(root)), c.problem] for c in found]
+    def apply() -> None:
+        found = read[0]
+        whole, parts = found.whole, replica.sharded_state()
+        mine = unwrap(replica.model).state_dict() if parts is None else parts["model"]
+        whole |= {"model": fit_names(whole["model"], mine), "optimizer_type": describe_optimizer(replica.optimizer)}
+        _apply_model_and_optimizer(found, replica, strict=strict)
+        state, step = replica.state_dict(), {"step": found.step}
+        if "anchors" in state["shared"]:  # None: the model as it is now
+            replica.load_state_dict({**state, "shared": {**state["shared"], **step, "anchors": None}}, same_world=True)
+        else:
+            replica.load_state_dict({"shared": step, "locals": [{}]}, same_world=False)
+        replica.world.ledger.resume(found.step)
 
-    names = _do_together(world.gather_objects, f"{root} could not be read", list_candidates)[0]
-    if not names:
-        raise FileNotFoundError(f"no checkpoint at {root}: expected a folder that un.save has written to")
-    skipped: list[tuple[str, str]] = []
-    for name, problem in names:
-        result: Contents | str = problem
-        if not problem and not (root / name).is_dir():
-            result = f"it cannot be seen from {world.host}; give a path on one disk that all hosts share"
-        elif not problem:
-            try:
-                result = read(root / name)
-            except (OSError, ValueError) as error:
-                result = _shorten(error)
-        reasons = world.gather_objects(result if isinstance(result, str) else "")
-        if isinstance(result, Contents) and not any(reasons):
-            return result, root / name, skipped
-        why = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason}
-        found_by = [reason if reasons[0] == reason else f"rank {rank}: {reason}" for reason, rank in why.items()]
-        skipped.append((str(root / name), "; ".join(reversed(found_by))))
-    lines = "".join(f"\n  {where}: {why}" for where, why in skipped)
-    raise CheckpointError(f"no whole checkpoint at {root}; restore one from a copy, or give another path:{lines}")
-
-
-def warn_of_damage(found: Contents, folder: Path, skipped: list[tuple[str, str]], *, stacklevel: int) -> None:
-    """Warn of damaged checkpoints, and of tensors that became the mean over ranks."""
-    if skipped:
-        lines = "".join(f"\n  skipped {where}: {why}" for where, why in skipped)
-        warnings.warn(f"loaded {folder}; others beside it are damaged:{lines}", stacklevel=stacklevel)
-    if found.averaged:
-        some = ", ".join(found.averaged[:3]) + (", ..." if len(found.averaged) > 3 else "")
-        warnings.warn(
-            f"{folder} is of another world size or strategy, and {len(found.averaged)} tensors differed between its "
-            f"ranks ({some}): each became their mean",
-            stacklevel=stacklevel,
-        )
+    for phase in (lambda: read.append(read_foreign(root, kind)), apply):
+        do_together(replica.world.gather_objects, f"{root} could not be loaded", phase)
+    return {"loaded": (read[0].step, 0, str(root), [], None), "shards": {}}
 
 
 def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
@@ -408,11 +516,32 @@ def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
         locals_ = [own["local"] for own in found.owns]
         own_part = {"local": locals_[0]} if found.same_world else {"locals": locals_}
         replica.load_state_dict({"shared": whole["strategy"], **own_part}, same_world=found.same_world)
+        _apply_average(whole.get("average"), replica)
         world.ledger.resume(whole["ledger"]["step_count"])
         _place_shards(whole["shards"], world)
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"its parts are not as un.save writes them: {error!r}") from error
     _apply_rng([own["rng"] for own in found.owns], found, world)
+
+
+def _find_average(replica: Savable) -> Any:
+    """The average of the weights that a replica keeps (see `un.average`), or None."""
+    return getattr(replica, "weight_average", None)
+
+
+def _apply_average(saved: Any, replica: Savable) -> None:
+    average, problem = _find_average(replica), ""
+    if average is not None:
+        average.load(saved)
+        if saved is None:
+            problem = "it holds no average of the weights: that begins anew, with the next step that counts"
+    elif saved is not None:
+        problem = (
+            f"it holds an average of the weights (decay={saved['decay']!r}, {saved['updates']} updates), and this run "
+            "keeps none: call un.average(replica) before un.load, else it is lost with the next save"
+        )
+    if problem and replica.world.rank == 0:
+        warnings.warn(f"the checkpoint was loaded, and {problem}", stacklevel=2)
 
 
 def _place_shards(states: Mapping[str, Any], world: World) -> None:
@@ -436,89 +565,25 @@ def _apply_rng(states: list[Any], found: Contents, world: World) -> None:
 
 
 def _apply_model_and_optimizer(found: Contents, replica: Savable, *, strict: bool) -> None:
-    model, saved, optimizer = _unwrap(replica.model), OrderedDict(found.whole["model"]), found.whole["optimizer"]
+    model, saved, optimizer = unwrap(replica.model), OrderedDict(found.whole["model"]), found.whole["optimizer"]
     parts = replica.sharded_state()
     mine = model.state_dict() if parts is None else parts["model"]
     groups = replica.optimizer.param_groups if parts is None else parts["optimizer"]["param_groups"]
-    _check_model(mine, saved, strict=strict)
-    kinds = (type(replica.optimizer).__name__, found.whole["optimizer_type"])
-    fits = _check_optimizer(groups, optimizer["param_groups"], kinds, strict=strict)
+    check_model(mine, saved, strict=strict)
+    fits = False
+    if optimizer is not None:
+        counts = [len(member.param_groups) for member in members_of(replica.optimizer)]
+        mine_kind = Kind(describe_optimizer(replica.optimizer), counts, groups)
+        saved_counts = found.whole.get("optimizer_groups", [len(optimizer["param_groups"])])
+        saved_kind = Kind(found.whole["optimizer_type"], saved_counts, optimizer["param_groups"])
+        fits = check_optimizer(mine_kind, saved_kind, strict=strict)
     if parts is not None:
         fitting = {name: value for name, value in saved.items() if name in mine}
         whole = {"model": fitting, "optimizer": optimizer if fits else None}
         replica.load_sharded_state(whole, same_world=found.same_world)
         return
+    saved = OrderedDict(read_all(dict(saved)))
     saved._metadata = found.whole["versions"]  # type: ignore[attr-defined]
     model.load_state_dict(saved, strict=strict)
     if fits:
-        load_optimizer(replica.optimizer, optimizer)
-
-
-def _check_model(mine: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:
-    problems = []
-    if strict:
-        problems += [f"it has no {name!r}" for name in mine if name not in saved]
-        problems += [f"the model has no {name!r}" for name in saved if name not in mine]
-    for name, value in mine.items():
-        other: Any = saved.get(name)
-        if not isinstance(value, Tensor | Piece) or not isinstance(other, Tensor | Stored):
-            continue  # a module's extra state
-        if isinstance(value, Tensor) and nn.parameter.is_lazy(value):
-            continue
-        if value.shape != other.shape:
-            problems.append(f"{name!r} has shape {tuple(other.shape)} there, {tuple(value.shape)} in the model")
-    if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError(
-            f"the checkpoint does not fit the model: {'; '.join(problems[:8])}{more}. "
-            "Build the model it was saved from" + (", or load with strict=False" if strict else "")
-        )
-
-
-def _check_optimizer(mine: Sequence[Any], saved: Sequence[Any], kinds: tuple[str, str], *, strict: bool) -> bool:
-    """Whether the saved optimizer has the class (`kinds`: mine, saved) and the parameter groups of this one."""
-    here, there = [len(group["params"]) for group in mine], [len(group["params"]) for group in saved]
-    kind, saved_type = kinds
-    if (there, saved_type) == (here, kind):
-        return True
-    problem = (
-        f"the checkpoint's optimizer is {saved_type} with groups of {there} parameters, this one is {kind} with {here}"
-    )
-    if strict:
-        raise ValueError(f"{problem}: make the optimizer as it was made for the checkpoint")
-    warnings.warn(f"{problem}: its state is not loaded", stacklevel=2)
-    return False
-
-
-# Inside ---------------------------------------------------------------------------------------------------
-
-
-def _do_together(gather: Callable[[Any], list[Any]], what: str, do: Callable[[], Any]) -> list[Any]:
-    """Every rank's result of `do`, which must not talk to others; if it fails on any rank, all ranks raise.
-
-    A TypeError or ValueError stays itself on its own rank, as it is about what the caller gave.
-    """
-    result, error = None, None
-    try:
-        result = do()
-    except Exception as caught:
-        error = caught
-    answers = gather([result, None if error is None else _shorten(error)])
-    failed = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem is not None]
-    if isinstance(error, TypeError | ValueError):
-        raise error
-    if failed:
-        same = len(failed) == len(answers) > 1 and len({problem for _, problem in answers}) == 1
-        raise CheckpointError(f"{what}: {f'every rank: {answers[0][1]}' if same else '; '.join(failed)}") from error
-    return [answer[0] for answer in answers]
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    """The user's module, without the wrapper of torch.compile."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
-
-
-def _shorten(error: BaseException) -> str:
-    plain = isinstance(error, ValueError | CheckpointError)
-    return str(error) if plain else f"{type(error).__name__}: {error}"
+        load_optimizer(replica.optimizer, read_all(optimizer))

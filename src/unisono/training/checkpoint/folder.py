@@ -1,6 +1,6 @@
 """A checkpoint's folder: its names, how it is written whole or not at all, checked, and read.
 
-path/step-0000000120/manifest.json                     sizes and checksums, world size, step
+path/step-0000000120/manifest.json                     sizes and checksums, world size, step: written last
                      shared.json, shared.safetensors   the state of rank 0, which most ranks share
                      rank-00000.json, .safetensors     what differs on a rank from that, and its own part
                      pieces-00000.safetensors          what a rank holds of tensors that are split over the ranks
@@ -17,34 +17,64 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.packing import unpack
 from unisono.training.checkpoint import safetensors
+from unisono.training.checkpoint.judging import (
+    MAX_NUMBER,
+    NewerFormat,
+    check_entry,
+    check_whole,
+    check_wholes,
+    expect,
+    expect_number,
+    find_given,
+    get,
+    is_numbers,
+    name_rank,
+    naming,
+)
+from unisono.training.checkpoint.remote import Place, RemotePath
 from unisono.training.checkpoint.slices import Piece, Span, Stored
 
-T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 Files = dict[str, list[int]]  # name -> size and CRC-32
 
+_AVERAGED = ("model.", "optimizer.", "consolidated.", "average.")  # where tensors that ranks have for themselves lie
 _FORMAT, _SPLIT_FORMAT = 1, 2  # the second has tensors that are split over the ranks
-_MANIFEST, _LOCK = "manifest.json", ".lock"
-_MAX_NUMBER = 2**63 - 1
+_MANIFEST, _LOCK, _BEGUN = "manifest.json", ".lock", ".begun"
+_LEFT_OVER_S = 24 * 3600.0  # at an address there are no locks: a save begun so long ago is not under way any more
+_RUN = secrets.token_hex(8)  # of this process, in the manifests of what it saves
+_first_saves: dict[str, tuple[int, float]] = {}  # by folder: the serial before this run's first save there, and when
 _MAX_MANIFEST_BYTES = 64 << 20  # some hundred thousand files
 
 
 class Candidate(NamedTuple):
     """A folder that looks like a checkpoint; `problem` says why it is none."""
 
-    path: Path
+    path: Any  # a Place
     step: int = -1
     serial: int = 0  # counts the saves in a folder: the steps may start again
     problem: str = ""
+    run: str = ""  # which process saved it, and since when it saves into the folder
+    since: float = 0.0
+    written_as: str = ""  # the name of its folder before it was complete
+    is_newer: bool = False  # of a later version
+    is_absent: bool = False  # it has no manifest
+
+
+class NoManifest(ValueError):
+    """A folder that is no checkpoint, or not yet."""
+
+
+class SharedByRuns(Exception):
+    """Another run saves into the same folder; this run's checkpoint has been written all the same."""
 
 
 class Contents(NamedTuple):
@@ -60,11 +90,16 @@ class Contents(NamedTuple):
 # Writing --------------------------------------------------------------------------------------------------
 
 
-def begin_folder(root: Path, step: int) -> tuple[Path, io.FileIO]:
-    """A hidden folder to write in, and its lock, to be closed when the save is over.
+def begin_folder(root: Place, step: int) -> tuple[Place, io.FileIO | None]:
+    """A folder to write in that is no checkpoint yet (a hidden one on a disk), and its lock, to be closed when the save
+    is over.
 
     Removes what interrupted saves have left, but nothing that another run is writing.
     """
+    if str(root) not in _first_saves:
+        _first_saves[str(root)] = max((c.serial for c in find_candidates(root)), default=0), time.time()
+    if isinstance(root, RemotePath):
+        return _begin_remote(root, step), None
     root.mkdir(parents=True, exist_ok=True)
     for left in [*root.glob(".removing-*"), *(path for path in root.glob(".writing-*") if not _is_in_use(path))]:
         shutil.rmtree(left, ignore_errors=True)
@@ -79,6 +114,39 @@ def begin_folder(root: Path, step: int) -> tuple[Path, io.FileIO]:
         lock.close()
         shutil.rmtree(making, ignore_errors=True)
         raise
+
+
+def _begin_remote(root: RemotePath, step: int) -> RemotePath:
+    for name in root.list_names():
+        folder = root / name
+        if name.startswith("step-") and not (folder / _MANIFEST).exists() and (folder / _BEGUN).exists():
+            with suppress(FileNotFoundError, ValueError):
+                if time.time() - float((folder / _BEGUN).read_bytes()) > _LEFT_OVER_S:
+                    folder.remove()
+    writing = root / f"{_name_step(step)}-{secrets.token_hex(4)}"
+    (writing / _BEGUN).write_bytes(repr(time.time()).encode())
+    return writing
+
+
+def discard_folder(writing: Place) -> None:
+    """Remove what has been written of a save that failed."""
+    if isinstance(writing, Path):
+        shutil.rmtree(writing, ignore_errors=True)
+    else:
+        with suppress(OSError):  # it failed for a reason that is told; the next run removes it
+            writing.remove()
+
+
+def empty_folder(writing: Place) -> None:
+    """Give back the space of a save that failed, while other ranks may still ask its folder why."""
+    with suppress(OSError):
+        if isinstance(writing, RemotePath):
+            for name in writing.list_names():
+                if not name.startswith("."):
+                    (writing / name).remove()
+        else:
+            for path in writing.glob("[!.]*"):
+                path.unlink()
 
 
 def _is_in_use(folder: Path) -> bool:
@@ -101,7 +169,7 @@ def _is_in_use(folder: Path) -> bool:
 
 
 def write_rank(
-    folder: Path,
+    folder: Place,
     rank: int,
     own: tuple[Any, Tensors],
     *,
@@ -125,11 +193,11 @@ def write_rank(
         written, entry["pieces"] = safetensors.write_pieces(folder, rank, pieces)
         if written:
             files[safetensors.name_file(rank)] = list(written)
-    return files | write_pair(folder, _name_rank(rank), entry, own_tensors | differs)
+    return files | write_pair(folder, name_rank(rank), entry, own_tensors | differs)
 
 
-def publish_folder(writing: Path, files: Files, *, step: int, world_size: int, is_split: bool = False) -> Path:
-    """Complete a folder with its manifest, and give it its name in one atomic step."""
+def publish_folder(writing: Place, files: Files, *, step: int, world_size: int, is_split: bool = False) -> Place:
+    """Complete a folder with its manifest, which makes it a checkpoint; on a disk it gets its name in one step."""
     root = writing.parent
     manifest = {
         "format": _SPLIT_FORMAT if is_split else _FORMAT,
@@ -138,45 +206,77 @@ def publish_folder(writing: Path, files: Files, *, step: int, world_size: int, i
         "world_size": world_size,
         "torch": torch.__version__,
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "written_as": writing.name,
+        "run": _RUN,
+        "since": _first_saves.get(str(root), (0, 0.0))[1],
         "files": files,
     }
     manifest["crc32"] = _sum_crc(manifest)
-    safetensors.write_bytes(writing / _MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    text = json.dumps(manifest, indent=1).encode()
+    if isinstance(writing, RemotePath):
+        (writing / _MANIFEST).write_bytes(text)
+        return writing
+    assert isinstance(root, Path)
+    safetensors.write_bytes(writing / _MANIFEST, lambda: [text])
     _sync_folder(writing)
     target, again = root / _name_step(step), 1
     while target.exists():  # saved at this step before; the former one goes when this is in place
         again += 1
         target = root / f"{_name_step(step)}-{again}"
     os.rename(writing, target)
-    with suppress(OSError):  # after the rename: a hidden folder without its lock would be taken for another run's
-        (target / _LOCK).unlink()
+    for left in target.glob(
+        ".*"
+    ):  # after the rename: a hidden folder without its lock would be taken for another run's
+        with suppress(OSError):
+            left.unlink()
     _sync_folder(root)
     return target
 
 
-def remove_replaced(newest: Path, *, step: int, keep: int | None) -> None:
+def remove_replaced(newest: Place, *, step: int, keep: int | None) -> None:
     """Remove what `newest` replaces: another checkpoint of its step, and all but `keep` of the whole ones.
 
-    Each leaves under a hidden name first, so that none is ever seen in part.
+    Each leaves under a hidden name (at an address: without its manifest) first, so that none is ever seen in part.
+    Raises `SharedByRuns`, and removes nothing, if another run saves here too that began before this one.
     """
     former = [c for c in find_candidates(newest.parent) if not c.problem and c.path != newest]
+    _look_for_other_run(newest, former)
     same_step = [c.path for c in former if c.step == step]
     others = [c.path for c in former if c.step != step]
     for folder in same_step + ([] if keep is None else others[keep - 1 :]):
-        hidden = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
         try:
+            if isinstance(folder, RemotePath):
+                (folder / _MANIFEST).remove()
+                folder.remove()
+                continue
+            hidden = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
             os.rename(folder, hidden)
             shutil.rmtree(hidden)
         except OSError as error:
             warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
 
 
-def write_pair(folder: Path, stem: str, tree: Any, tensors: Tensors) -> Files:
+def _look_for_other_run(newest: Place, former: Sequence[Candidate]) -> None:
+    """Both runs' checkpoints would count for `keep`, and each would resume from the other's."""
+    before, since = _first_saves.get(str(newest.parent), (0, 0.0))
+    others = [c for c in former if c.serial > before and c.run not in ("", _RUN)]
+    if not others:
+        return
+    text = (
+        f"another run is saving into {newest.parent}: {others[0].path.name} is not of this one. un.load takes the "
+        "newest checkpoint of either. Give each run a folder of its own"
+    )
+    if (since, _RUN) > (others[0].since, others[0].run):
+        raise SharedByRuns(f"{text}; the checkpoints of both are there, nothing was removed, {newest.name} was written")
+    warnings.warn(text, stacklevel=2)
+
+
+def write_pair(folder: Place, stem: str, tree: Any, tensors: Tensors) -> Files:
     """Write a tree and its tensors: as "shared" those of rank 0."""
     text = json.dumps(tree, separators=(",", ":")).encode()
     plain, packed = f"{stem}.json", f"{stem}.safetensors"
     return {
-        plain: list(safetensors.write_bytes(folder / plain, [text])),
+        plain: list(safetensors.write_bytes(folder / plain, lambda: [text])),
         packed: list(safetensors.write(folder / packed, tensors)),
     }
 
@@ -192,19 +292,40 @@ def _sync_folder(folder: Path) -> None:
 # Reading --------------------------------------------------------------------------------------------------
 
 
-def find_candidates(root: Path) -> list[Candidate]:
+def find_candidates(root: Place) -> list[Candidate]:
     """The checkpoints in a folder, newest save first; those that cannot be judged come before all others.
 
-    A folder that is a checkpoint itself is the only one.
+    A folder that is a checkpoint itself is the only one. At an address a folder without its manifest is none: it is
+    being written, or its save was interrupted.
     """
+    if isinstance(root, RemotePath):
+        return _find_remote(root)
     if (root / _MANIFEST).exists():
         return [_judge(root)]
-    folders = [folder for folder in root.glob("step-*") if folder.is_dir()]
-    return sorted(map(_judge, folders), key=lambda c: (bool(c.problem), c.serial, c.path.name), reverse=True)
+    return _sort(_judge(folder) for folder in root.glob("step-*") if folder.is_dir())
+
+
+def _find_remote(root: RemotePath) -> list[Candidate]:
+    if root.name.startswith("step-") and (root / _MANIFEST).exists():  # no listing is asked
+        return [_judge(root)]
+    names = root.list_names()
+    if _MANIFEST in names:
+        return [_judge(root)]
+    judged = (_judge(root / name) for name in names if name.startswith("step-"))
+    return _sort(one for one in judged if not one.is_absent)
+
+
+def _sort(candidates: Iterable[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda c: (bool(c.problem), c.serial, c.path.name), reverse=True)
+
+
+def is_visible(folder: Place) -> bool:
+    """Whether this process sees the checkpoint's folder."""
+    return folder.is_dir() if isinstance(folder, Path) else (folder / _MANIFEST).exists()
 
 
 def read_folder(
-    folder: Path, rank: int, world_size: int, strategy: str = "", *, lazy: bool = False, owns: bool = True
+    folder: Place, rank: int, world_size: int, strategy: str = "", *, lazy: bool = False, owns: bool = True
 ) -> Contents:
     """Read and verify the shared part and this rank's own; if another strategy or a world of another size saved it, the
     own parts of all ranks.
@@ -220,15 +341,15 @@ def read_folder(
     is_split, saved_by = manifest["format"] == _SPLIT_FORMAT, manifest["world_size"]
     same_world = saved_by == world_size and owns
     all_files = is_split or lazy or not same_world or rank == 0  # rank 0 looks after all of them
-    source.check_sizes("" if all_files else ("shared.", f"{_name_rank(rank)}."))
+    source.check_sizes("" if all_files else ("shared.", f"{name_rank(rank)}."))
     if is_split or lazy:
         source.verify(rank, world_size)
     tree = source.tree("shared")
-    wholes = _check_wholes(tree.pop("pieces", {}))
+    wholes = check_wholes(tree.pop("pieces", {}))
     same_world &= tree.get("strategy_type", strategy) == strategy or not strategy
     used = [rank] if same_world else list(range(saved_by))
-    entries = {r: _check_entry(source.tree(_name_rank(r)), r) for r in (range(saved_by) if is_split else used)}
-    tensors, kept = source.tensors("shared"), {r: source.tensors(_name_rank(r)) for r in used}
+    entries = {r: check_entry(source.tree(name_rank(r)), r) for r in (range(saved_by) if is_split else used)}
+    tensors, kept = source.tensors("shared"), {r: source.tensors(name_rank(r)) for r in used}
     different = [_pick(kept[r], entries[r]["differs"], r) for r in used]
     averaged = []
     if same_world:
@@ -236,14 +357,14 @@ def read_folder(
         tensors |= different[0]
     else:
         weights = [entries[r]["weights"] for r in used]
-        averaged = list(_average(tensors, different, weights, _find_given(tree)))
+        averaged = list(_average(tensors, different, weights, find_given(tree)))
     if is_split:
         tensors = _find_absent(source, entries, tensors) | tensors
         tensors |= safetensors.find_pieces(folder, wholes, [entries[r]["pieces"] for r in entries])
     own_parts = [_unpack_own(entries[r]["own"], kept[r], r) for r in used] if owns else []
-    with _naming("shared.json"):
-        whole = _check_whole(_assemble(tree, tensors, lazy))
-        consolidated = _expect(dict, whole.pop("consolidated", {}), "consolidated")
+    with naming("shared.json"):
+        whole = check_whole(_assemble(tree, tensors, lazy))
+        consolidated = expect(dict, whole.pop("consolidated", {}), "consolidated")
     if not same_world:
         whole["model"] |= consolidated
     return Contents(manifest["step"], whole, same_world, own_parts, averaged)
@@ -252,7 +373,7 @@ def read_folder(
 class _Source:
     """The files of one checkpoint."""
 
-    def __init__(self, folder: Path, files: Files, lazy: bool) -> None:
+    def __init__(self, folder: Place, files: Files, lazy: bool) -> None:
         self.folder, self.files, self.lazy = folder, files, lazy
 
     def check_sizes(self, start: str | tuple[str, ...]) -> None:
@@ -260,9 +381,11 @@ class _Source:
         for name, (size, _) in self.files.items():
             if not name.startswith(start):
                 continue
-            if not (self.folder / name).exists():
-                raise ValueError(f"{name} is missing")
-            if (got := (self.folder / name).stat().st_size) != size:
+            try:
+                got = _find_size(self.folder / name)
+            except FileNotFoundError:
+                raise ValueError(f"{name} is missing") from None
+            if got != size:
                 raise ValueError(f"{name} has {got} bytes; {size} were written")
 
     def verify(self, rank: int, world_size: int) -> None:
@@ -275,8 +398,8 @@ class _Source:
         name = f"{stem}.json"
         text = _read_text(self.folder / name)
         self._check(name, safetensors.Written(len(text), zlib.crc32(text)))
-        with _naming(name):
-            return _expect(dict, json.loads(text), "the whole")
+        with naming(name):
+            return expect(dict, json.loads(text), "the whole")
 
     def tensors(self, stem: str) -> dict[str, Stored]:
         """The tensors of a file: in memory and verified, or if lazy as references into the file."""
@@ -304,11 +427,11 @@ class _Full(dict[str, Any]):
 
 def _assemble(tree: dict[str, Any], tensors: Mapping[str, Stored], lazy: bool) -> dict[str, Any]:
     if not lazy:
-        return _expect(dict, unpack(tree, _Full(tensors)), "the whole")
-    large = [*safetensors.SPLIT, *(["consolidated"] if "consolidated" in tree else [])]
+        return expect(dict, unpack(tree, _Full(tensors)), "the whole")
+    large = [key for key in (*safetensors.SPLIT, "consolidated") if key in tree]  # older ones have no average
     rest = {key: part for key, part in tree.items() if key not in large}
-    lazily = {key: safetensors.unpack_lazily(_get(tree, key), tensors) for key in large}
-    return _expect(dict, unpack(rest, _Full(tensors)), "the whole") | lazily
+    lazily = {key: safetensors.unpack_lazily(get(tree, key), tensors) for key in large}
+    return expect(dict, unpack(rest, _Full(tensors)), "the whole") | lazily
 
 
 def _find_absent(source: _Source, entries: Mapping[int, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -316,7 +439,7 @@ def _find_absent(source: _Source, entries: Mapping[int, Any], tensors: Mapping[s
     found: dict[str, Stored] = {}
     for rank, entry in entries.items():
         if names := [name for name in entry["differs"] if name not in tensors and name not in found]:
-            found |= _pick(source.tensors(_name_rank(rank)), names, rank)
+            found |= _pick(source.tensors(name_rank(rank)), names, rank)
     return found
 
 
@@ -333,7 +456,7 @@ def _average(
     """
     for name in sorted({name for part in different for name in part}):
         first, counted = tensors.get(name), [part.get(name, 1.0) for part in weights]
-        if first is None or not name.startswith(("model.", "optimizer.", "consolidated.")) or name in left_out:
+        if first is None or not name.startswith(_AVERAGED) or name in left_out:
             continue
         if not first.dtype.is_floating_point:
             continue
@@ -358,19 +481,26 @@ def _make_mean(first: Stored, others: Mapping[int, Stored], weights: list[float]
     return Stored(first.shape, first.dtype, [Span(0, first.numel(), read_mean)], first.name)
 
 
-def _judge(folder: Path) -> Candidate:
+def _find_size(path: Place) -> int:
+    return path.size() if isinstance(path, RemotePath) else path.stat().st_size
+
+
+def _judge(folder: Place) -> Candidate:
     try:
         manifest = _read_manifest(folder)
+    except NewerFormat as error:
+        return Candidate(folder, problem=str(error), is_newer=True)
     except (OSError, ValueError) as error:
-        return Candidate(folder, problem=str(error))
-    return Candidate(folder, manifest["step"], manifest["serial"])
+        return Candidate(folder, problem=str(error), is_absent=isinstance(error, NoManifest))
+    told = {key: manifest[key] for key in ("run", "since", "written_as") if key in manifest}  # older ones have none
+    return Candidate(folder, manifest["step"], manifest["serial"], **told)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Place) -> dict[str, Any]:
     try:
         text = _read_text(folder / _MANIFEST, _MAX_MANIFEST_BYTES)
     except FileNotFoundError:
-        raise ValueError(f"it has no {_MANIFEST}") from None
+        raise NoManifest(f"it has no {_MANIFEST}") from None
     try:
         manifest = json.loads(text)
         claimed = manifest.pop("crc32")
@@ -379,22 +509,32 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{_MANIFEST} is damaged") from None
     if not same:
         raise ValueError(f"{_MANIFEST} is damaged: its checksum differs")
-    with _naming(_MANIFEST):
-        form = _expect_number(manifest, "format")
+    with naming(_MANIFEST):
+        form = expect_number(manifest, "format")
+        if form > _SPLIT_FORMAT:
+            raise NewerFormat(
+                f"{folder} is of a later version of Unisono (format {form}; this one reads {_FORMAT} and "
+                f"{_SPLIT_FORMAT}): load it with that version, or give the path of an older checkpoint beside it"
+            )
         if form not in (_FORMAT, _SPLIT_FORMAT):
             raise ValueError(f"it has format {form}, this version reads {_FORMAT} and {_SPLIT_FORMAT}")
         for name, least in (("step", 0), ("serial", 0), ("world_size", 1)):
-            _expect_number(manifest, name, least)
-        files = _expect(dict, _get(manifest, "files"), "files")
+            expect_number(manifest, name, least)
+        for name in ("run", "written_as"):
+            expect(str, manifest.get(name, ""), name)
+        expect(float, manifest.get("since", 0.0), "since")
+        files = expect(dict, get(manifest, "files"), "files")
         for name, entry in files.items():
-            if name == ".." or Path(name).name != name or not _is_numbers(entry, 2):
+            if name == ".." or Path(name).name != name or not is_numbers(entry, 2):
                 raise ValueError(f"expected a file's name with its size and checksum, got {name[:200]!r}")
         if manifest["world_size"] > len(files):
             raise ValueError(f"{manifest['world_size']} workers have written {len(files)} files")
     return dict(manifest)
 
 
-def _read_text(path: Path, most: int = _MAX_NUMBER) -> bytes:
+def _read_text(path: Place, most: int = MAX_NUMBER) -> bytes:
+    if isinstance(path, RemotePath):
+        return path.read_bytes()
     file, size = safetensors.open_file(path)
     with file:
         if size > most:
@@ -402,126 +542,22 @@ def _read_text(path: Path, most: int = _MAX_NUMBER) -> bytes:
         return file.read()
 
 
-# Judging --------------------------------------------------------------------------------------------------
-#
-# A checkpoint may come from anywhere. Whatever `save` would not have written is refused before it is used, by a
-# ValueError that names the file.
-
-
-@contextmanager
-def _naming(file: str) -> Iterator[None]:
-    """Turn errors inside the block into a ValueError that names the file."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        text = str(error) if isinstance(error, ValueError) else repr(error)
-        raise ValueError(text if file in text else f"{file} is not as it was written: {text}") from error
-
-
-def _expect(kind: type[T], value: Any, what: str) -> T:
-    if not isinstance(value, kind):
-        raise ValueError(f"{what[:200]} should be a {kind.__name__}, not a {type(value).__name__}")
-    return value
-
-
-def _get(tree: Mapping[str, Any], name: str) -> Any:
-    if name not in tree:
-        raise ValueError(f"it has no {name!r}")
-    return tree[name]
-
-
-def _expect_number(tree: Mapping[str, Any], name: str, least: int = 0) -> int:
-    value = _get(tree, name)
-    if type(value) is not int or not least <= value <= _MAX_NUMBER:
-        raise ValueError(f"{name} should be a whole number from {least} on, below 2^63")
-    return value
-
-
-def _is_numbers(value: Any, count: int) -> bool:
-    is_list = isinstance(value, list) and len(value) == count
-    return is_list and all(type(n) is int and 0 <= n <= _MAX_NUMBER for n in value)
-
-
-def _check_wholes(wholes: Any) -> dict[str, Sequence[Any]]:
-    """Check the list of split tensors: a dtype and a shape by name."""
-    with _naming("shared.json"):
-        for name, whole in _expect(dict, wholes, "pieces").items():
-            if not isinstance(whole, list) or len(whole) != 2:
-                raise ValueError(f"the piece {name[:200]!r} should have a dtype and a shape")
-    return dict(wholes)
-
-
-def _check_entry(entry: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Check the contents of a rank's own file."""
-    with _naming(f"{_name_rank(rank)}.json"):
-        _get(entry, "own")
-        if (tree := _get(entry, "tree")) is not None:
-            _expect(dict, tree, "tree")
-        for name in _expect(list, _get(entry, "differs"), "differs"):
-            _expect(str, name, "a name in differs")
-        weights = _expect(dict, entry.get("weights", {}), "weights")
-        for weight in weights.values():
-            if type(weight) not in (int, float) or not 0 <= weight <= _MAX_NUMBER:
-                raise ValueError("a weight should be a number from 0 on")
-        pieces = _expect(dict, entry.get("pieces", {}), "pieces")
-        for name, spans in pieces.items():
-            if not all(_is_numbers(span, 2) for span in _expect(list, spans, name)):
-                raise ValueError(f"the piece {name[:200]!r} should have a start and a stop for each span")
-    return entry | {"pieces": pieces, "weights": weights}
-
-
-def _find_given(tree: Mapping[str, Any]) -> set[str]:
-    """The names of the tensors that are not averaged: consolidated ones, and those taken from the first rank."""
-    with _naming("shared.json"):
-        first = [_expect(str, name, "a name in first") for name in _expect(list, tree.get("first", []), "first")]
-        consolidated = _expect(dict, tree.get("consolidated", {}), "consolidated")
-    return {*first, *(f"model.{name}" for name in consolidated)}
-
-
 def _pick(stored: Mapping[str, Stored], names: Sequence[str], rank: int) -> dict[str, Stored]:
     if absent := [name for name in names if name not in stored]:
-        raise ValueError(f"{_name_rank(rank)}.safetensors has no tensor {absent[0][:200]!r}")
+        raise ValueError(f"{name_rank(rank)}.safetensors has no tensor {absent[0][:200]!r}")
     return {name: stored[name] for name in names}
 
 
 def _unpack_own(tree: Any, kept: Mapping[str, Stored], rank: int) -> dict[str, Any]:
-    with _naming(f"{_name_rank(rank)}.json"):
-        own = _expect(dict, unpack(tree, _Full(kept)), "own")
+    with naming(f"{name_rank(rank)}.json"):
+        own = expect(dict, unpack(tree, _Full(kept)), "own")
         for name in ("local", "rng"):
-            _get(own, name)
+            get(own, name)
     return own
-
-
-def _check_whole(whole: dict[str, Any]) -> dict[str, Any]:
-    """Check that everything `load` and `read_checkpoint` use is there, and of the right type."""
-    for name in ("model", "versions", "optimizer", "shards", "ledger"):
-        _expect(dict, _get(whole, name), name)
-    for name in ("optimizer_type", "strategy_type"):
-        _expect(str, _get(whole, name), name)
-    for name in ("strategy", "extra"):
-        _get(whole, name)
-    if not all(isinstance(name, str) for name in whole["model"]):
-        raise ValueError("the names in model should be text")
-    _expect(dict, _get(whole["optimizer"], "state"), "the optimizer's state")
-    for group in _expect(list, _get(whole["optimizer"], "param_groups"), "param_groups"):
-        _expect(list, _get(_expect(dict, group, "a group of parameters"), "params"), "params")
-    for name, state in whole["shards"].items():
-        for number in ("epoch", "batch"):
-            _expect_number(_expect(dict, state, f"shard {name}"), number)
-        for other in ("samples", "settings"):
-            _get(state, other)
-        _expect(int, _get(state, "seed"), "seed")
-        _expect(list, state.get("counts", []), "counts")
-    _expect_number(whole["ledger"], "step_count")
-    return whole
 
 
 def _name_step(step: int) -> str:
     return f"step-{step:010d}"
-
-
-def _name_rank(rank: int) -> str:
-    return f"rank-{rank:05d}"
 
 
 def _sum_crc(manifest: Mapping[str, Any]) -> int:

@@ -13,15 +13,15 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from unisono.launchers.runtime.faults import before_write
 from unisono.packing import count_shape_bytes, find_dtype, unpack
+from unisono.training.checkpoint.remote import Place, RemoteFile, RemotePath, write_chunks
 from unisono.training.checkpoint.slices import CHUNK_BYTES, Piece, Span, Stored
 
 _DTYPES = {
@@ -41,38 +41,37 @@ class Written(NamedTuple):
     crc32: int
 
 
-def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
-    """Write buffers one after the other into a new file, and wait until the disk has them."""
-    size = crc = 0
+def write_bytes(path: Place, make_parts: Callable[[], Iterable[Any]]) -> Written:
+    """Write buffers one after the other into a new file, and wait until the disk has them. At an address, they may have
+    to be made and sent again."""
+    if isinstance(path, RemotePath):
+        return Written(*path.write(make_parts))
     with open(path, "xb", buffering=0) as file:
-        for part in parts:
-            view = memoryview(part).cast("B")
-            for start in range(0, len(view), CHUNK_BYTES):
-                chunk = view[start : start + CHUNK_BYTES]
-                crc = zlib.crc32(chunk, crc)
-                size += len(chunk)
-                before_write("checkpoint")
-                while chunk:  # one write may take only a part, above all on a disk that fills up
-                    chunk = chunk[file.write(chunk) :]
+
+        def write(chunk: memoryview) -> None:
+            while chunk:  # one write may take only a part, above all on a disk that fills up
+                chunk = chunk[file.write(chunk) :]
+
+        written = Written(*write_chunks(make_parts(), write))
         os.fsync(file.fileno())
-    return Written(size, crc)
+    return written
 
 
 class Entry(NamedTuple):
-    """A tensor to write: its name, what it is, and its elements in order, as contiguous CPU tensors."""
+    """A tensor to write: its name, what it is, and what gives its elements in order, as contiguous CPU tensors."""
 
     name: str
     dtype: torch.dtype
     shape: Sequence[int]
-    parts: Iterable[torch.Tensor]
+    make_parts: Callable[[], Iterable[torch.Tensor]]
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
+def write(path: Place, tensors: Mapping[str, torch.Tensor]) -> Written:
     """Write contiguous CPU tensors, as `unisono.packing.pack` gives them, into a new safetensors file."""
-    return write_stream(path, [Entry(name, x.dtype, x.shape, [x]) for name, x in tensors.items()])
+    return write_stream(path, [Entry(name, x.dtype, x.shape, partial(iter, [x])) for name, x in tensors.items()])
 
 
-def write_stream(path: Path, entries: Iterable[Entry], *, metadata: Mapping[str, str] | None = None) -> Written:
+def write_stream(path: Place, entries: Iterable[Entry], *, metadata: Mapping[str, str] | None = None) -> Written:
     """Write a new safetensors file from tensors that come in parts; one part is in memory at a time."""
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))  # keeps all aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -82,8 +81,12 @@ def write_stream(path: Path, entries: Iterable[Entry], *, metadata: Mapping[str,
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    body = (_view_bytes(part) for entry in ordered for part in entry.parts if part.numel())
-    written = write_bytes(path, chain([len(text).to_bytes(8, "little"), text], body))
+
+    def make_parts() -> Iterator[Any]:
+        body = (_view_bytes(part) for entry in ordered for part in entry.make_parts() if part.numel())
+        return chain([len(text).to_bytes(8, "little"), text], body)
+
+    written = write_bytes(path, make_parts)
     if written.size != 8 + len(text) + end:
         raise ValueError(f"{path.name}: its tensors have {end} bytes, {written.size - 8 - len(text)} came")
     return written
@@ -94,7 +97,7 @@ def is_storable(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def read(path: Path) -> tuple[dict[str, torch.Tensor], Written]:
+def read(path: Place) -> tuple[dict[str, torch.Tensor], Written]:
     """Read a safetensors file; every tensor gets memory of its own. ValueError for a malformed file."""
     tensors: dict[str, torch.Tensor] = {}
     with _Reader(path) as reader:
@@ -105,14 +108,14 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], Written]:
         return tensors, Written(reader.size, reader.crc)
 
 
-def index(path: Path) -> dict[str, Stored]:
+def index(path: Place) -> dict[str, Stored]:
     """The tensors of a safetensors file, to be read when they are needed; nothing is verified but the layout."""
     with _Reader(path) as reader:
         layout = reader.read_layout()
     return {name: _make_stored(path, name, dtype, shape, offset) for name, dtype, shape, offset in layout}
 
 
-def checksum(path: Path) -> Written:
+def checksum(path: Place) -> Written:
     """Size and CRC-32 of a file, read as a stream."""
     with _Reader(path) as reader:
         buffer = bytearray(min(CHUNK_BYTES, reader.size))
@@ -121,8 +124,10 @@ def checksum(path: Path) -> Written:
         return Written(reader.size, reader.crc)
 
 
-def open_file(path: Path) -> tuple[io.FileIO, int]:
+def open_file(path: Place) -> tuple[io.FileIO | RemoteFile, int]:
     """A file to read, and its size. ValueError for a special file: a FIFO would block, a device may have no end."""
+    if isinstance(path, RemotePath):
+        return (remote := path.open()), remote.size
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode):
@@ -134,7 +139,7 @@ def open_file(path: Path) -> tuple[io.FileIO, int]:
 class _Reader:
     """Reads a file from its start to its end, and computes its checksum on the way."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path, self.size, self.crc = path, 0, 0
 
     def __enter__(self) -> _Reader:
@@ -163,16 +168,19 @@ class _Reader:
         return [(name, dtype, shape, start + offset) for name, dtype, shape, offset in found]
 
 
-def _read_into(file: Any, rest: memoryview, path: Path) -> None:
+def _read_into(file: Any, rest: memoryview, path: Place) -> None:
     while rest:
         if not (count := file.readinto(rest)):
             raise ValueError(f"{path.name} is cut short")
         rest = rest[count:]
 
 
-def _make_stored(path: Path, name: str, dtype: torch.dtype, shape: list[int], offset: int) -> Stored:
+def _make_stored(path: Place, name: str, dtype: torch.dtype, shape: list[int], offset: int) -> Stored:
     def read_part(start: int, stop: int) -> torch.Tensor:
         part = torch.empty(stop - start, dtype=dtype)
+        if isinstance(path, RemotePath):
+            path.read_into(_view_bytes(part), offset + start * dtype.itemsize)
+            return part
         with open_file(path)[0] as file:
             file.seek(offset + start * dtype.itemsize)
             _read_into(file, memoryview(_view_bytes(part)).cast("B"), path)
@@ -224,7 +232,7 @@ def _view_bytes(tensor: torch.Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-SPLIT = ("model", "optimizer")  # the parts of the state that may hold pieces
+SPLIT = ("model", "optimizer", "average")  # the parts of the state that may hold pieces
 
 Spans = dict[str, list[list[int]]]  # name -> [start, stop] of each span
 
@@ -237,7 +245,7 @@ def name_file(rank: int) -> str:
 # Writing --------------------------------------------------------------------------------------------------
 
 
-def write_pieces(folder: Path, rank: int, pieces: Mapping[str, Piece]) -> tuple[Written | None, Spans]:
+def write_pieces(folder: Place, rank: int, pieces: Mapping[str, Piece]) -> tuple[Written | None, Spans]:
     """Write a rank's elements as a stream; returns size and checksum (None: no elements, no file) and the spans."""
     spans = {name: held for name, piece in pieces.items() if (held := piece.describe()[2])}
     if not spans:
@@ -248,10 +256,14 @@ def write_pieces(folder: Path, rank: int, pieces: Mapping[str, Piece]) -> tuple[
 def _list_entries(pieces: Mapping[str, Piece]) -> Iterator[Entry]:
     for name, piece in pieces.items():
         for start, stop, read in piece.spans:
-            count, chunks, dtype = stop - start, piece.chunks(start, stop, read), piece.dtype
+            count, dtype, chunks = stop - start, piece.dtype, partial(piece.chunks, start, stop, read)
             if not is_storable(dtype):
-                count, chunks, dtype = count * dtype.itemsize, (x.view(torch.uint8) for x in chunks), torch.uint8
+                count, dtype, chunks = count * dtype.itemsize, torch.uint8, partial(_view_all, chunks)
             yield Entry(_name_line(name, start, stop), dtype, [count], chunks)
+
+
+def _view_all(make_chunks: Callable[[], Iterable[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    return (x.view(torch.uint8) for x in make_chunks())
 
 
 def _name_line(name: str, start: int, stop: int) -> str:
@@ -297,7 +309,7 @@ def _read_tag(tree: dict[str, Any]) -> str:
 # Reading --------------------------------------------------------------------------------------------------
 
 
-def find_pieces(folder: Path, wholes: Mapping[str, Sequence[Any]], ranks: Sequence[Spans]) -> dict[str, Stored]:
+def find_pieces(folder: Place, wholes: Mapping[str, Sequence[Any]], ranks: Sequence[Spans]) -> dict[str, Stored]:
     """The split tensors (`wholes`: dtype and shape by name) in the files of all ranks; ValueError if one lacks."""
     spans: dict[str, list[Span]] = {name: [] for name in wholes}
     kinds = {name: find_dtype(dtype) for name, (dtype, _) in wholes.items()}

@@ -37,7 +37,10 @@ class Piece:
     """The elements that this rank holds of a tensor that is split over the ranks; possibly none.
 
     `shape` and `dtype` are the whole tensor's, row-major. Over all ranks, the spans hold each element exactly once.
-    A tensor that has several names is one Piece under all of them.
+    A tensor that has several names is one Piece under all of them. `held`: the elements of the only span, if they lie
+    in memory (a device's, too). `freeze(kept)`: of elements on a disk, the
+    same as they are now, not to be copied: a piece that `stays` so until the values of `kept`, which are those of one
+    save, are released; None if the disk has no room for that.
 
     >>> shard = torch.arange(3.0)                        # rank 1's half of a tensor of 2 rows and 3 columns
     >>> Piece.of(shard, 3, shape=(2, 3)).spans[0][:2]
@@ -47,6 +50,9 @@ class Piece:
     shape: Sequence[int]
     dtype: torch.dtype
     spans: Sequence[Span | tuple[int, int, Read]] = ()
+    held: Tensor | None = None
+    freeze: Callable[[dict[Any, Any]], Piece | None] | None = None
+    stays: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", torch.Size(self.shape))
@@ -58,7 +64,7 @@ class Piece:
         if not held.numel():
             return cls(shape, held.dtype)
         span = Span(start, start + held.numel(), lambda a, b: held.detach()[a - start : b - start])
-        return cls(shape, held.dtype, [span])
+        return cls(shape, held.dtype, [span], held.detach())
 
     def numel(self) -> int:
         """How many elements the whole tensor has."""
@@ -167,6 +173,25 @@ class Stored:
         return f"Stored({self.name or 'tensor'}: {self.dtype} {list(self.shape)})"
 
 
+def list_runs(shape: Sequence[int], block: Sequence[int], offset: Sequence[int]) -> tuple[int, list[int]]:
+    """A rectangular block of a tensor as runs of one length that lie together in the flattened tensor: that length, and
+    where each begins.
+
+    >>> list_runs((2, 4), (2, 2), (0, 1))
+    (2, [1, 5])
+    """
+    if math.prod(block) == 0:
+        return 0, []
+    last = max(len(shape) - 1, 0)  # the outermost dimension from which on runs lie together
+    while last > 0 and block[last] == shape[last]:
+        last -= 1
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    starts = [sum(o * s for o, s in zip(offset, strides, strict=True))]
+    for i in range(last):
+        starts = [start + j * strides[i] for start in starts for j in range(block[i])]
+    return math.prod(block[last:]), starts
+
+
 def find_gaps(holds: Sequence[dict[str, Held]]) -> list[str]:
     """Problems with the pieces of all ranks: names with different wholes, elements that no rank or several hold."""
     problems = []
@@ -210,3 +235,17 @@ def _read_checked(read: Read, start: int, stop: int, dtype: torch.dtype) -> Tens
             f"expected {dtype} of shape ({stop - start},)"
         )
     return got.detach().cpu().contiguous()
+
+
+def map_state(value: Any, kinds: Any, change: Callable[[Any], Any]) -> Any:
+    """A value of an optimizer's state with what is of these kinds changed, in lists and dicts too."""
+    if isinstance(value, kinds):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_state(x, kinds, change) for key, x in value.items()}
+    return type(value)(map_state(x, kinds, change) for x in value) if type(value) in (list, tuple) else value
+
+
+def as_pieces(value: Any) -> Any:
+    """A value of an optimizer's state with a Piece for every tensor in it: nobody else has it."""
+    return map_state(value, Tensor, lambda x: Piece.of(x.reshape(-1), 0, shape=x.shape) if x.dim() else x)

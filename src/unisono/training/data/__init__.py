@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unisono.training.data.parts import mix, pack
+from unisono.training.data.record_files import records
 from unisono.training.data.shards import Shard, shard
 
-__all__ = ["Shard", "shard"]
+__all__ = ["Shard", "mix", "pack", "records", "shard"]

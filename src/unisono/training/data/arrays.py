@@ -118,3 +118,33 @@ def _is_numeric(array: NDArray[Any]) -> bool:
 def pin(batch: Any) -> Any:
     """The batch with its tensors in pinned memory, from which a GPU copies directly."""
     return _map_arrays(lambda x: x.pin_memory() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x, batch)
+
+
+class CarriedTensor:
+    """A tensor on its way between processes, by value: torch would send each as a file of its own, and a process has
+    only so many."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.data = x.contiguous().reshape(-1).view(torch.uint8).numpy()
+        self.dtype, self.shape = x.dtype, tuple(x.shape)
+
+
+def carry(sample: Any) -> Any:
+    """A sample with its tensors as `CarriedTensor`s."""
+    if isinstance(sample, torch.Tensor):
+        is_plain = sample.device.type == "cpu" and sample.layout == torch.strided and not sample.requires_grad
+        return CarriedTensor(sample) if is_plain and type(sample) is torch.Tensor else sample
+    return _map_items(carry, sample)
+
+
+def arrive(sample: Any) -> Any:
+    """What was given to `carry`."""
+    if isinstance(sample, CarriedTensor):
+        return torch.from_numpy(sample.data).view(sample.dtype).reshape(sample.shape)
+    return _map_items(arrive, sample)
+
+
+def _map_items(function: Callable[[Any], Any], sample: Any) -> Any:
+    if type(sample) is dict:
+        return {key: function(value) for key, value in sample.items()}
+    return type(sample)(map(function, sample)) if type(sample) in (list, tuple) else sample

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from unisono.training.data.order import Partition
-from unisono.training.data.sources import SampleSource, is_same_values
+from unisono.training.data.sources import SampleSource, is_same_data, is_same_values
 from unisono.world import World
 
 
@@ -34,11 +34,15 @@ class ShardSettings:
     num_workers: int | None = None
     pin_memory: bool | None = None
     balance: bool | None = None
+    buffer: int = 1024
+    lanes: int = 48
 
     def __post_init__(self) -> None:
         check_whole_number(self.seed, "seed", least=None)
         if self.batch_size is not None:
             check_whole_number(self.batch_size, "batch_size", least=1)
+        check_whole_number(self.buffer, "buffer", least=1)
+        check_whole_number(self.lanes, "lanes", least=1)
         if self.num_workers is not None:
             check_whole_number(self.num_workers, "num_workers")
         if self.balance not in (None, True, False):
@@ -61,6 +65,8 @@ def select_loader_options(settings: ShardSettings) -> dict[str, Any]:
 
 def decide_shuffle(wanted: bool | None, source: SampleSource) -> bool:
     """Whether the order is drawn anew for every epoch."""
+    if source.parts is not None:
+        return bool(source.shuffle if wanted is None else wanted)
     if source.samples is None:
         if wanted:
             raise ValueError(
@@ -85,7 +91,7 @@ def decide_balance(wanted: bool | None, source: SampleSource) -> bool:
     text = os.environ.get("UNISONO_BALANCE", "").strip()
     if wanted is None and text not in ("", "0", "1"):
         raise ValueError(f"got UNISONO_BALANCE={text!r} in the environment. Expected 1 or 0.")
-    return (text == "1" if wanted is None else bool(wanted)) and not source.divided
+    return (text == "1" if wanted is None else bool(wanted)) and not source.divided and source.parts is None
 
 
 def check_choices(settings: ShardSettings, source: SampleSource) -> None:
@@ -107,6 +113,12 @@ def check_choices(settings: ShardSettings, source: SampleSource) -> None:
             f"un.shard got {deciding[0]}= for an iterable dataset, whose samples are not known before they "
             "are read. Expected a map-style dataset, tensors or a list of files with it."
         )
+    if source.parts is not None and (deciding or settings.balance):
+        given = deciding[0] if deciding else "balance"
+        raise ValueError(
+            f"un.shard got {given}= for a stream in parts: where a sample lies decides which rank reads it. Leave it "
+            "out."
+        )
     if source.divided and deciding:
         raise ValueError(
             f"un.shard got {deciding[0]}= for a table that is divided among the workers already: where a row lies "
@@ -119,6 +131,56 @@ def check_choices(settings: ShardSettings, source: SampleSource) -> None:
         )
     if settings.stratify is not None and (source.sampler is not None or source.batch_sampler is not None):
         raise ValueError("un.shard got stratify= with a DataLoader whose own sampler decides the order. Leave one out.")
+
+
+def count_rows(dataset: Any, world: World) -> list[int]:
+    """How many samples lie with each rank."""
+    counts = [int(n) for n in world.gather_objects(len(dataset))]
+    empty = [rank for rank, n in enumerate(counts) if not n]
+    if empty and any(counts):
+        raise ValueError(
+            f"un.shard got a table of which no row lies with rank {', '.join(map(str, empty))}: the ranks have "
+            f"{counts}. Expected rows with each: divide it anew (repartition), or use fewer workers."
+        )
+    return counts
+
+
+def find_known(world: World, data: Any, settings: ShardSettings, name: str | None) -> Any:
+    """The shard of this world that was made for the same data and settings, or under the same name; else None."""
+    if name is None:
+        unnamed = [s for s in world.shards.values() if not s.named]
+        return next((s for s in unnamed if s.settings.matches(settings) and is_same_data(s.data, data)), None)
+    known = world.shards.get(name)
+    if known is not None and not (known.settings.matches(settings) and is_same_data(known.data, data)):
+        known.adopt(data, settings)
+    return known
+
+
+def are_parts_uneven(size: int | None, total: int | None, ranks: int, *, drop_last: bool, decided: bool) -> bool:
+    """Whether a batch of `total` samples' may be divided so that the ranks' weights differ; `decided`: by something
+    else than their number."""
+    if ranks == 1:
+        return False
+    if size is None or total is None or size % ranks or decided:
+        return True
+    return not drop_last and total % size % ranks != 0
+
+
+def check_sizes(size: int | None, n: int | None, workers: int, *, kind: str, has_batches: bool) -> None:
+    """Refuse a batch size, or a number of samples (None if unknown), that is too small for the workers."""
+    if size is None and not has_batches:
+        raise ValueError("un.shard got no batch_size. Expected the samples in a global batch, over all workers.")
+    if n == 0:
+        raise ValueError(f"un.shard got an empty {kind}. Expected at least one sample.")
+    if n is not None and n < workers:
+        raise ValueError(
+            f"un.shard got {n} samples for {workers} workers. Expected at least one each: use at most {n} workers."
+        )
+    if size is not None and size < workers:
+        raise ValueError(
+            f"un.shard got batch_size={size} for {workers} workers. batch_size counts the samples of all workers: give "
+            f"at least {workers} (to keep {size} on each worker, {size * workers}), or use fewer workers."
+        )
 
 
 def check_whole_number(value: Any, name: str, *, least: int | None = 0) -> int:

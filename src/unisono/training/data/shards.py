@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, Literal
 
@@ -23,13 +24,18 @@ from unisono.training.data.settings import (
     ShardSettings,
     agree_on_files,
     agree_on_seeds,
+    are_parts_uneven,
     check_choices,
+    check_sizes,
     check_whole_number,
+    count_rows,
     decide_balance,
     decide_shuffle,
+    find_known,
     select_loader_options,
 )
-from unisono.training.data.sources import FileList, is_same_data, move_to_device, open_source, read_classes, read_costs
+from unisono.training.data.sources import FileList, move_to_device, open_source, read_classes, read_costs
+from unisono.training.data.streams import Regrouped, open_stream
 from unisono.world import World, join
 
 _LOOKALIKES = 4  # so many unnamed shards of one make look like a dataset that is built anew for every epoch
@@ -51,6 +57,8 @@ def shard(
     num_workers: int | None = None,
     pin_memory: bool | None = None,
     balance: bool | None = None,
+    buffer: int = 1024,
+    lanes: int = 48,
     epoch: int = 0,
     name: str | None = None,
     world: World | None = None,
@@ -65,10 +73,12 @@ def shard(
     completed pass moves it to the next epoch.
 
     Args:
-        data: Tensors or arrays (one, or a tuple, list or dict of them); a map-style dataset; an iterable one,
-            which every rank reads whole, keeping its own samples; a list of files, in one order on every rank (sort
-            them: the ranks compare); a worker's part of a Spark DataFrame or RDD or a Ray Dataset, of which each
-            batch takes every rank's share; or a DataLoader, with its batch size as the global one, and its sampler.
+        data: Tensors or arrays (one, or a tuple, list or dict of them); a map-style dataset; a stream in parts, each
+            of which one rank reads (`un.records`, `un.mix`, `un.pack`, Hugging Face, WebDataset, MosaicML, litdata, or
+            your own with `parts()` and `read_part(part, at)`); another iterable dataset, which every rank reads whole,
+            keeping its own samples; a list of files, in one order on every rank (sort them: the ranks compare); a
+            worker's part of a Spark DataFrame or RDD or a Ray Dataset, of which each batch takes every rank's share;
+            or a DataLoader, with its batch size as the global one, and its sampler.
             Random samplers of torch's are seeded here; one of your own must give the same on every rank.
         batch_size: Samples in a global batch, at least one a worker. A DataLoader brings its own.
         shuffle: Another order every epoch. By default yes; as a DataLoader has it; no for an iterable dataset.
@@ -84,6 +94,9 @@ def shard(
         collate_fn, num_workers, pin_memory: As for a DataLoader; without CUDA nothing is pinned.
         balance: Deal every batch by the ranks' measured speeds, so that a slow one gets fewer samples (`weight` makes
             up for it). By default no, or what UNISONO_BALANCE=1 in the environment says. The same on every rank.
+        buffer: Of a stream in parts, about how many samples, on all ranks together, are shuffled with each other.
+        lanes: Of a stream in parts, how many of them are read side by side, on all ranks together: the most workers
+            that can divide it, and part of the order.
         epoch: Number of the first epoch.
         name: What a checkpoint calls this shard; by default "shard0", "shard1", ... as they are made.
         world: By default this process's, `un.join()`.
@@ -112,9 +125,11 @@ def shard(
         num_workers=num_workers,
         pin_memory=pin_memory,
         balance=balance,
+        buffer=buffer,
+        lanes=lanes,
     )
     here = join() if world is None else world
-    known = _find_known(here, data, settings, name)
+    known = find_known(here, data, settings, name)
     return known if known is not None else _make_shard(here, data, settings, name, epoch)
 
 
@@ -131,7 +146,11 @@ class Shard:
         dealt: What this rank was given so far.
         balances: Whether samples are dealt by the ranks' speeds (`world.speeds`).
         is_out: Whether a batch has been given out, and the pass has not ended.
+        jumps: Whether a worker that joins the others begins in their epoch, instead of passing through those before
+            without batches.
     """
+
+    jumps = False
 
     def __init__(self, data: Any, settings: ShardSettings, *, world: World, name: str, epoch: int = 0) -> None:
         self.named = True  # by the user: `shard` then finds it by its name, not by its data
@@ -142,7 +161,8 @@ class Shard:
         self.samples, self.seed = source.samples, int(settings.seed)
         self._counts: list[int] = []  # how many samples each rank holds, if each holds others
         if source.divided:
-            self._count_samples(world)
+            self._counts = count_rows(self.source.dataset, world)
+            self.samples = sum(self._counts)
         if isinstance(source.dataset, FileList):
             agree_on_files(source.dataset.paths, world)
         if source.seeds:
@@ -151,6 +171,7 @@ class Shard:
         self.drop_last = bool(source.drop_last if settings.drop_last is None else settings.drop_last)
         self.shuffle = decide_shuffle(settings.shuffle, source)
         check_choices(settings, source)
+        self._stream = open_stream(source, settings, shuffle=self.shuffle, world=world)
         self.balances = decide_balance(settings.balance, source)
         self._check_sizes(world)
         has_classes, has_costs = settings.stratify is not None, settings.cost is not None
@@ -161,6 +182,7 @@ class Shard:
         self.epoch = check_whole_number(epoch, "epoch")
         self.dealt = Dealt(source.dataset)
         self._means = Means()
+        self._saved_source: tuple[int, Any] = (0, None)  # batches, and the state of a stateful stream after them
         self._given = (0, (0, 0))  # of the batch given out last: this rank's samples of it, and its epoch and number
         self.is_out = False
         self._reader = 0  # number of the newest iterator
@@ -177,10 +199,11 @@ class Shard:
         source = self.source
         if source.batch_sampler is not None:
             return len(source.batch_sampler)
-        if self.samples is None:
+        samples = self.samples if self._stream is None else self._stream.samples
+        if samples is None:
             raise TypeError(f"{self.name} reads an iterable dataset: its length is not known beforehand.")
         assert self.batch_size is not None
-        total = self.samples if source.sampler is None else len(source.sampler)
+        total = samples if source.sampler is None else len(source.sampler)
         return total // self.batch_size if self.drop_last else -(-total // self.batch_size)
 
     # Iterating ------------------------------------------------------------------------------------------
@@ -208,7 +231,11 @@ class Shard:
                     if feed is None or moves != self._moves:  # moved: read on from the new place
                         feed, moves = self._read_batches(world), self._moves
                     before = self.dealt.samples
-                    given = next(feed, None)
+                    try:
+                        given = next(feed, None)
+                    except Regrouped as moved:  # in an elastic world: read on from where all ranks are
+                        self.batch, feed = self.batch if moved.batch is None else moved.batch, None
+                        continue
                 if given is None:
                     break
                 self.is_out = True
@@ -236,8 +263,6 @@ class Shard:
         It counts places in the data, not what it has given out: after a checkpoint was loaded it gives what is left, a
         batch that is given out once more (in an elastic run) counts once, and all ranks end alike.
         """
-        if self.samples is None:
-            raise TypeError(f"{self.name} reads an iterable dataset: its length is not known beforehand.")
         each, at = len(self), self._first_batch
         while self.epoch * each + at < count:
             yield from self._iterate(count)
@@ -272,7 +297,8 @@ class Shard:
         return self._means.take(self.world)
 
     def _read_batches(self, world: World) -> Iterator[tuple[Any, float]]:
-        feed = self._read_stream(world) if self.samples is None else self._read_indexed(world)
+        whole = self._read_stream if self.samples is None else self._read_indexed
+        feed = (whole if self._stream is None else self._read_parts)(world)
         if world.device.type == "cpu":
             return feed
         return ((move_to_device(batch, world.device), weight) for batch, weight in feed)
@@ -317,13 +343,15 @@ class Shard:
 
     def _read_stream(self, world: World) -> Iterator[tuple[Any, float]]:
         assert self.batch_size is not None
-        stream = self.source.read_stream(epoch=self.epoch)
-        read = self.batch * self.batch_size
+        (begun, state), self._saved_source = self._saved_source, (0, None)
+        is_there = begun == self.batch
+        stream = self.source.read_stream(epoch=self.epoch, state=state if is_there else None)
+        read = 0 if is_there else self.batch * self.batch_size
         next(islice(stream, read, read), None)  # samples of batches that were given out before
         for first in count(self.batch):
             samples = list(islice(stream, self.batch_size))
             if not samples and first == 0:
-                raise ValueError(f"{self.name} got no samples from {type(self.data).__name__}. Expected at least one.")
+                raise self._refuse_empty()
             if not samples or (self.drop_last and len(samples) < self.batch_size):
                 return
             mine, weight = self._assign(len(samples), world)
@@ -332,6 +360,25 @@ class Shard:
             yield self.source.collate(kept), weight
             if len(samples) < self.batch_size:
                 return
+
+    def _refuse_empty(self) -> ValueError:
+        return ValueError(f"{self.name} got no samples from {type(self.data).__name__}. Expected at least one.")
+
+    def _read_parts(self, world: World) -> Iterator[tuple[Any, float]]:
+        assert self._stream is not None
+        assert self.batch_size is not None
+        place = {"seed": self.seed, "epoch": self.epoch, "batch": self.batch, "batch_size": self.batch_size}
+        for samples, m in self._stream.read(world, **place):
+            if not m and not self.batch:
+                raise self._refuse_empty()
+            if not m or (self.drop_last and m < self.batch_size):
+                return
+            kept, weight = samples, len(samples) * world.size / m
+            if self._stream.is_whole(world):
+                mine, weight = self._assign(m, world)
+                kept = samples[mine] if isinstance(mine, slice) else [samples[i] for i in mine]
+            self.dealt.samples += len(kept) if weight else 0
+            yield self.source.collate(kept or [self._stream.find_spare()]), weight
 
     def _iterate_global_batches(self, start: int) -> Iterator[Indices]:
         source, size = self.source, self.batch_size
@@ -388,16 +435,35 @@ class Shard:
             self._moves += 1
 
     @property
-    def position(self) -> list[int]:
-        """The epoch, and the batches of it that were given out."""
-        return [self.epoch, self.batch]
+    def position(self) -> list[Any]:
+        """The epoch, and the batches of it that were given out; of a stream in parts also where these lie."""
+        return self.locate(self.batch)
+
+    def locate(self, batch: int) -> list[Any]:
+        """The position before a batch of this epoch."""
+        if self._stream is None or self.batch_size is None:
+            return [self.epoch, batch]
+        return [self.epoch, batch, self._stream.save(self.epoch, batch * self.batch_size)]
+
+    def describe_batch(self) -> str:
+        """This rank's samples of the batch given out last, in words: their numbers; of a stream, its place."""
+        place = f"batch {self.batch - 1} of epoch {self.epoch} of {self.name}"
+        if self.samples is None:
+            return place
+        numbers = next(self._select_samples(self.world, self.batch - 1))[0].tolist()
+        more = f" and {len(numbers) - 16} more" if len(numbers) > 16 else ""
+        return f"{', '.join(map(str, numbers[:16]))}{more} ({place})"
 
     def cut(self) -> None:
         """End the pass under way here; what is left of it is not given out."""
         self._is_cut = True
 
-    def move_to(self, epoch: int, batch: int) -> None:
+    def move_to(self, epoch: int, batch: int, place: Sequence[Any] | None = None) -> None:
         """Go to another rank's position; a pass through an earlier epoch ends here."""
+        if self._stream is not None and place is not None:
+            self._stream.load(epoch, place)
+        if self.jumps and self._given[1] == (0, 0):
+            self.set_epoch(epoch)
         if self.epoch < epoch:
             self._is_cut = True
         elif self.epoch == epoch:
@@ -406,12 +472,21 @@ class Shard:
             self.batch = self._first_batch
         self._moves += 1
 
+    def restart(self, epoch: int = 0, batch: int = 0) -> None:
+        """Begin here, as if no batch had been given out."""
+        self.epoch, self.batch, self._first_batch = epoch, batch, batch
+        self._given = (0, (0, 0))
+        self._moves += 1
+
     def rebind(self, world: World) -> None:
         """Share the data among the ranks of another world; a pass that is under way goes on there."""
         if self._counts:
-            self._count_samples(world)
+            self._counts = count_rows(self.source.dataset, world)
+            self.samples = sum(self._counts)
         if isinstance(self.source.dataset, FileList) and world.elastic is None:  # else: as each worker made it
             agree_on_files(self.source.dataset.paths, world)
+        if self._stream is not None:
+            self._stream.check_lanes(world)
         self._check_sizes(world)
         self.world.batch_weights.forget(self.name)
         self.world.shards.pop(self.name, None)
@@ -427,7 +502,19 @@ class Shard:
             "samples": self.samples,
             "settings": self.describe_order(),
             **({"counts": self._counts} if self._counts else {}),
+            **self._save_stream(),
         }
+
+    def _save_stream(self) -> dict[str, Any]:
+        if self._stream is not None:
+            return {"parts": self._stream.digest_names(), "place": self.position[2]}
+        save = getattr(self.source.dataset, "state_dict", None)
+        reads_ahead = self.samples is not None or self.source.options.get("num_workers") or self.source.why_whole
+        return (
+            {"source": [self.batch, copy.deepcopy(save())]}
+            if callable(save) and self.is_out and not reads_ahead
+            else {}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, with its seed; ValueError if data or settings are not the saved ones."""
@@ -445,6 +532,9 @@ class Shard:
                 f"{self._counts}: which of them were read is not known. Divide the table as it was, or resume from "
                 "the end of an epoch."
             )
+        if self._stream is not None:
+            self._stream.resume(self.name, epoch, state)
+        self._saved_source = tuple(state.get("source", (0, None)))
         self.epoch, self.batch, self._first_batch = epoch, batch, batch
         self.seed = int(state["seed"])
         self._moves += 1
@@ -454,6 +544,8 @@ class Shard:
         own = self.source.batch_sampler if self.source.batch_sampler is not None else self.source.sampler
         order = type(own).__name__ if own is not None else "shuffled" if self.shuffle else "in order"
         text = f"batch_size={self.batch_size}, {order}, drop_last={self.drop_last}"
+        if self._stream is not None:
+            return f"{text}, {self._stream.describe()}"
         if self._classes is None:
             return text
         return f"{text}, stratify={hashlib.blake2b(self._classes.tobytes(), digest_size=6).hexdigest()}"
@@ -466,67 +558,24 @@ class Shard:
                 f"un.shard got name={self.name!r} for other data or settings than before: {other!r}, where "
                 f"the name stands for {self!r}. Give each its own name, or leave names out."
             )
-        self.data, self.settings, self.source = data, settings, other.source
+        self.data, self.settings, self.source, self._stream = data, settings, other.source, other._stream
         self._classes, self._costs, self._partition = other._classes, other._costs, other._partition
         self.balances = other.balances
         self._moves += 1
 
-    def _count_samples(self, world: World) -> None:
-        """Ask every rank how many samples lie with it."""
-        self._counts = [int(n) for n in world.gather_objects(len(self.source.dataset))]
-        self.samples = sum(self._counts)
-        empty = [rank for rank, n in enumerate(self._counts) if not n]
-        if empty and self.samples:
-            raise ValueError(
-                f"un.shard got a table of which no row lies with rank {', '.join(map(str, empty))}: the ranks have "
-                f"{self._counts}. Expected rows with each: divide it anew (repartition), or use fewer workers."
-            )
-
-    def _has_uneven_parts(self, world: World) -> bool:
-        """Whether a batch may be divided so that the ranks' weights differ."""
-        size, n = self.batch_size, self.samples
-        if world.size == 1:
-            return False
-        decided = self.balances or self._counts or self.settings.cost is not None
-        if size is None or n is None or size % world.size or decided:
-            return True
-        total = n if self.source.sampler is None else len(self.source.sampler)
-        return not self.drop_last and total % size % world.size != 0
-
     def _check_sizes(self, world: World) -> None:
-        size, n = self.batch_size, self.samples
-        if size is None and self.source.batch_sampler is None:
-            raise ValueError("un.shard got no batch_size. Expected the samples in a global batch, over all workers.")
-        if n == 0:
-            raise ValueError(f"un.shard got an empty {type(self.data).__name__}. Expected at least one sample.")
-        if n is not None and n < world.size:
+        has_batches = self.source.batch_sampler is not None
+        check_sizes(self.batch_size, self.samples, world.size, kind=type(self.data).__name__, has_batches=has_batches)
+        if self.samples is not None and not has_batches and not len(self):
             raise ValueError(
-                f"un.shard got {n} samples for {world.size} workers. Expected at least one each: use at most "
-                f"{n} workers."
+                f"un.shard got drop_last=True with {self.samples} samples and batch_size={self.batch_size}, which "
+                f"leaves no batch. Expected batch_size <= {self.samples}, or drop_last=False."
             )
-        if size is not None and size < world.size:
-            raise ValueError(
-                f"un.shard got batch_size={size} for {world.size} workers. batch_size counts the samples of "
-                f"all workers: give at least {world.size} (to keep {size} on each worker, "
-                f"{size * world.size}), or use fewer workers."
-            )
-        if n is not None and self.source.batch_sampler is None and not len(self):
-            raise ValueError(
-                f"un.shard got drop_last=True with {n} samples and batch_size={size}, which leaves no batch. "
-                f"Expected batch_size <= {n}, or drop_last=False."
-            )
-        world.batch_weights.is_needed |= self._has_uneven_parts(world)
-
-
-def _find_known(world: World, data: Any, settings: ShardSettings, name: str | None) -> Shard | None:
-    """The shard of this world that was made for the same data and settings, or under the same name."""
-    if name is None:
-        unnamed: list[Shard] = [s for s in world.shards.values() if not s.named]
-        return next((s for s in unnamed if s.settings.matches(settings) and is_same_data(s.data, data)), None)
-    known: Shard | None = world.shards.get(name)
-    if known is not None and not (known.settings.matches(settings) and is_same_data(known.data, data)):
-        known.adopt(data, settings)
-    return known
+        sampler = self.source.sampler
+        total = self.samples if sampler is None or world.size == 1 else len(sampler)
+        decided = bool(self.balances or self._counts or self.settings.cost is not None)
+        uneven = are_parts_uneven(self.batch_size, total, world.size, drop_last=self.drop_last, decided=decided)
+        world.batch_weights.is_needed |= uneven
 
 
 def _make_shard(world: World, data: Any, settings: ShardSettings, name: str | None, epoch: int) -> Shard:

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 
 from unisono import rng
 from unisono.training.data.arrays import Arrays, is_arrays, is_same_array, list_arrays, pin
+from unisono.training.data.libraries import as_source, name_stage
 from unisono.training.data.order import Indices, TablePart, choose_index_dtype
+from unisono.training.data.parts import Source
+from unisono.training.data.record_files import Records
 
 _LOADER_OPTIONS = (  # what the DataLoader that reads here takes over from one that was given
     "num_workers",
@@ -42,6 +45,8 @@ class SampleSource:
         batch_size, shuffle, drop_last: What a DataLoader was set to; None if it was not.
         divided: Whether the samples are this rank's own, and other ranks have others.
         seeds: Those of a stream that shuffles itself, if they are known: all ranks must have the same.
+        parts: The dataset again if it is a stream whose parts are read by one rank each; None if all read all of it.
+        why_whole: Why a stream of a library that we know is read whole by all ranks.
     """
 
     dataset: Any
@@ -55,6 +60,8 @@ class SampleSource:
     drop_last: bool | None = None
     divided: bool = False
     seeds: list[str] = field(default_factory=list)
+    parts: Source | None = None
+    why_whole: str = ""
 
     def __post_init__(self) -> None:
         self._lists = _IndexLists()
@@ -111,9 +118,11 @@ class SampleSource:
         self._lists.parts = parts
         return iter(self._loader)
 
-    def read_stream(self, *, epoch: int) -> Iterator[Any]:
-        """Yields the samples of an iterable dataset one by one, from the beginning."""
+    def read_stream(self, *, epoch: int, state: Any = None) -> Iterator[Any]:
+        """Yields the samples of an iterable dataset one by one, from the beginning or from a state of its own."""
         _set_epoch(self.dataset, epoch)
+        if state is not None:
+            self.dataset.load_state_dict(state)
         if not self.options.get("num_workers"):
             return iter(self.dataset)
         from torch.utils.data import DataLoader
@@ -189,6 +198,9 @@ def open_source(
     seeds: list[str] = []
     if isinstance(data, IterableDataset) and isinstance(getattr(data, "pipeline", None), list):
         data, seeds = _open_pipeline(data)
+    parts, why_whole = as_source(data)
+    if parts is not None and read is None:
+        return SampleSource(parts, None, collate, options, shuffle=parts.shuffles, parts=parts)
     if read is not None and not is_files(data):
         raise TypeError(
             f"un.shard got read= for a {type(data).__name__}. Expected a list of files (str or Path) with it."
@@ -219,7 +231,7 @@ def open_source(
                 f"un.shard got a {type(data).__name__}, which can be read only once. Expected an iterable dataset: an "
                 "object whose __iter__ starts the stream anew for every epoch."
             )
-        return SampleSource(data, None, collate, options, seeds=seeds)
+        return SampleSource(data, None, collate, options, seeds=seeds, why_whole=why_whole)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return SampleSource(data, len(data), collate, options)
     raise TypeError(f"un.shard got a {type(data).__name__}. Expected a dataset: __getitem__ and __len__, or __iter__.")
@@ -244,7 +256,7 @@ def _open_pipeline(data: Any) -> tuple[Any, list[str]]:
         )
     kept, seeds = [], []
     for stage in stages:
-        name = getattr(getattr(stage, "f", stage), "__name__", type(stage).__name__).lstrip("_")
+        name = name_stage(stage)
         if name == "split_by_node":
             raise ValueError(
                 f"un.shard got a {kind} with nodesplitter=split_by_node, which keeps one worker's samples only. "
@@ -360,6 +372,8 @@ def is_same_data(a: Any, b: Any) -> bool:
         )
     if is_files(a):
         return bool(a == b)
+    if isinstance(a, Records):
+        return a.matches(b) and is_same_values(a.read, b.read)
     if isinstance(a, TablePart):
         return bool(a.number == b.number)
     if type(a) is TensorDataset:

@@ -98,6 +98,9 @@ VARIANTS = {
     "qadam": Variant("qadam(warmup={quarter})", adam=True),
     "qadam_onebit": Variant("qadam(warmup={quarter}, reducer=onebit)", adam=True),
     "qadam_early": Variant("qadam(warmup=5)", adam=True),
+    "muon": Variant("allreduce", muon=True),
+    "shared_muon": Variant("shared", muon=True),
+    "zero_2_muon": Variant("zero(stage=2)", muon=True),
     "shared": Variant("shared"),
     "shared_fused": Variant("shared", fused=True),
     "allreduce_fused": Variant("allreduce", fused=True),
@@ -491,11 +494,12 @@ ROWS = {
     "shared": Row(
         "One model in the memory of a host for all its workers: the numbers of all-reduce, and nothing is sent.",
         "Our own method (no paper): the page of the method, first section",
-        ("allreduce", "shared", "allreduce_fused", "shared_fused"),
+        ("allreduce", "shared", "allreduce_fused", "shared_fused", "muon", "shared_muon"),
         all_of(
             equal("shared_fused", "allreduce_fused", "text", 1e-6),
             equal("shared_fused", "allreduce_fused", "digits", 1e-6),
             as_good("shared", "allreduce", *BOTH),
+            equal("shared_muon", "muon", "text", 0.005),
             fewer_bytes("shared", "allreduce", 0.01),
         ),
         links=("two_hosts", "shared"),
@@ -506,11 +510,12 @@ ROWS = {
     "zero": Row(
         "Splitting state over N workers changes no result; stage 3 keeps 1/N of it all, and sends 1.5 times the bytes.",
         "Rajbhandari et al. 2020, ZeRO, sections 5 and 7 (arXiv:1910.02054)",
-        ("adam", "zero_1", "zero_2", "zero_3"),
+        ("adam", "zero_1", "zero_2", "zero_3", "muon", "zero_2_muon"),
         all_of(
             equal("zero_1", "adam", "text", 0.005),
             equal("zero_2", "adam", "text", 0.005),
             equal("zero_3", "adam", "text", 0.005),
+            equal("zero_2_muon", "muon", "text", 0.005),
             less_kept("zero_2", "adam", 0.52),
             less_kept("zero_3", "adam", 0.27),
             fewer_bytes("zero_2", "adam", 1.02),

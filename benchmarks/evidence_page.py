@@ -200,7 +200,9 @@ def table(method: str, row: Row, results: Results) -> list[str]:
 def spec_cell(name: str, results: Results) -> str:
     """The spec as run on the text, and what else differs."""
     variant = VARIANTS[name]
-    other = ["AdamW"] if variant.adam else [] if variant.momentum else ["momentum 0"]
+    other = [] if variant.momentum else ["momentum 0"]
+    if variant.muon or variant.adam:
+        other = ["Muon and AdamW" if variant.muon else "AdamW"]
     other += ["fused optimizer"] if variant.fused else []
     if variant.lr[:2] != (1.0, 1.0):
         other.append(f"learning rate x {variant.lr[0]:g} (digits), x {variant.lr[1]:g} (text)")

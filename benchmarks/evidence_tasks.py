@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 import warnings
+from collections.abc import Sequence
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ STEPS = {"digits": 240, "text": 240, "sparse": 240, "noise": 20, "slow": 30}
 BATCH = {"digits": 64, "text": 32, "sparse": 64}
 SGD = {"digits": 0.05, "text": 0.2, "sparse": 16.0}  # learning rates
 ADAM = {"digits": 0.001, "text": 0.003, "sparse": 0.03}
+MUON = 0.02
 ALONE = "one process"  # plain PyTorch, without unisono.parallel
 
 
@@ -41,6 +43,7 @@ class Variant(NamedTuple):
     lr: tuple[float, float, float] = (1.0, 1.0, 1.0)  # times that of digits, text, sparse
     momentum: float = 0.9
     adam: bool = False
+    muon: bool = False  # for matrices, of the text those of its blocks; AdamW for the rest
     hosts: int = 1  # that the workers count as being on
     fused: bool = False  # the optimizer by torch's fused kernels
 
@@ -60,7 +63,9 @@ class Run(NamedTuple):
         """What decides the result."""
         v = self.variant
         lr = v.lr[TRAINED.index(self.task)] if self.task in TRAINED else 1.0
-        optimizer = "adam" if v.adam else f"sgd {v.momentum:g}{' fused' if v.fused else ''}"
+        optimizer = (
+            "muon + adam" if v.muon else "adam" if v.adam else f"sgd {v.momentum:g}{' fused' if v.fused else ''}"
+        )
         how = f"{optimizer}, lr x {lr:g}, {v.hosts} host(s)"
         return f"{self.task} | {v.told(self.steps)} | {how} | {self.steps} steps | seed {self.seed}"
 
@@ -184,10 +189,11 @@ def train(run: Run, world: Any) -> dict[str, Any]:
     if variant.hosts > 1:
         hosts = [f"host{rank * variant.hosts // world.size}" for rank in range(world.size)]
         world = un.World(world.transport, hosts=hosts, name=f"{variant.hosts} hosts")
-    optimizer = make_optimizer(run, data.model)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(run.steps * d) for d in DECAYS], 0.2)
+    optimizers = make_optimizers(run, data.model)
+    decays = [round(run.steps * d) for d in DECAYS]
+    schedules = [torch.optim.lr_scheduler.MultiStepLR(optimizer, decays, 0.2) for optimizer in optimizers]
     alone = variant.spec == ALONE
-    replica: Any = None if alone else un.parallel(data.model, optimizer, variant.told(run.steps), world=world)
+    replica: Any = None if alone else un.parallel(data.model, optimizers, variant.told(run.steps), world=world)
     # The name is its own: otherwise the next run would go on in this one's epoch.
     shard = un.shard(data.train, batch_size=BATCH[run.task], seed=run.seed, name=run.key, world=world)
     start = time.perf_counter()
@@ -196,13 +202,14 @@ def train(run: Run, world: Any) -> dict[str, Any]:
             x, y = (torch.cat(parts) for parts in zip(*world.gather_objects((x, y)), strict=True))
             if world.rank > 0:
                 continue  # the first trains on what all have
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         F.cross_entropy(data.model(x).flatten(0, -2), y.flatten()).backward()
-        optimizer.step()
-        schedule.step()
+        for step in (*optimizers, *schedules):
+            step.step()
     seconds = time.perf_counter() - start
     world.barrier()  # a server sends for others
-    sizes = None if alone else kept_bytes(data.model, optimizer)
+    sizes = None if alone else kept_bytes(data.model, optimizers)
     nbytes = 0.0 if alone else sent(world, start)
     found: dict[str, Any] = {"seconds": seconds, "bytes": statistics.mean(world.gather_objects(nbytes))}
     found |= {"data": data.source, "parameters": sum(p.numel() for p in data.model.parameters())}
@@ -220,21 +227,27 @@ def train(run: Run, world: Any) -> dict[str, Any]:
     return found
 
 
-def make_optimizer(run: Run, model: Any) -> Any:
+def make_optimizers(run: Run, model: Any) -> list[Any]:
     import torch
 
     share = run.variant.lr[TRAINED.index(run.task)]
+    if run.variant.muon:
+        hidden = [p for p in getattr(model, "blocks", model).parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if not any(p is x for x in hidden)]
+        return [torch.optim.Muon(hidden, lr=share * MUON), torch.optim.AdamW(rest, lr=share * ADAM[run.task])]
     if run.variant.adam:
-        return torch.optim.AdamW(model.parameters(), lr=share * ADAM[run.task])
+        return [torch.optim.AdamW(model.parameters(), lr=share * ADAM[run.task])]
     momentum = 0.0 if run.task == "sparse" else run.variant.momentum
     how = {"fused": True} if run.variant.fused else {}
-    return torch.optim.SGD(model.parameters(), lr=share * SGD[run.task], momentum=momentum, **how)
+    return [torch.optim.SGD(model.parameters(), lr=share * SGD[run.task], momentum=momentum, **how)]
 
 
-def kept_bytes(model: Any, optimizer: Any) -> int:
+def kept_bytes(model: Any, optimizers: Sequence[Any]) -> int:
     """What this rank holds of parameters and optimizer state, in memory of its own or of all."""
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]  # of a split model: this rank's parts
-    tensors = [*model.parameters(), *stepped, *(x for state in optimizer.state.values() for x in state.values())]
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    stepped = [p for group in groups for p in group["params"]]  # of a split model: this rank's parts
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    tensors = [*model.parameters(), *stepped, *(x for state in states for x in state.values())]
     places = []  # from an address to an address; parts of a parameter lie inside it
     for x in tensors:
         if hasattr(x, "untyped_storage") and x.dim() > 0:  # a step count is no matter of the model's size

@@ -162,6 +162,8 @@ def find_condition(line: Mapping[str, Any]) -> str:
         found.append(f"beside {line['busy']} busy processes")
     if name == "network":
         found.append(f"{line['hosts']} hosts")
+    if name == "small_steps" and line.get("mbit"):
+        found.append(f"{line['hosts']} hosts at {line['mbit'] / 1000:g} Gbit/s")
     if name == "gpu_reducers":
         found.append(f"{5 * round(line['busy_ms'] / 5)} ms of work for the GPU")
         if line["compute_ms"] > 1.15 * line["busy_ms"]:

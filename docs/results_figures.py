@@ -108,6 +108,8 @@ SECTIONS = (
             faster(r"gloo_over_ours_allreduce_private_(\d)", "all-reduce in private memory, {} workers"),
             faster(r"gloo_over_ours_(reduce_scatter|all_gather|broadcast)_(\d)", "{}, {} workers"),
             faster(r"gloo_over_ours_small_(\d)", "a small all-reduce, {} workers"),
+            target(r"ours_us_small_(\d)", "a small all-reduce, {} workers, in time", "us", 40),
+            shown(r"ours_ms_allreduce_(\d)", "all-reduce of 100 MB in our memory, {} workers, in time", "ms"),
             faster(r"gloo_over_ours_small_asleep_(\d)", "the same, ranks that sleep at once, {} workers"),
             faster(r"gloo_over_sockets_(\d)", "all-reduce of 100 MB over our sockets, {} ranks", 2.0),
             faster(r"gloo_over_sockets_small_(\d)", "a small all-reduce over our sockets, {} ranks"),
@@ -257,9 +259,13 @@ SECTIONS = (
         "`benchmarks/network.py`: emulated hosts with one worker each, an MLP of 25 M parameters.",
         ("network",),
         (
-            Figure(r"ring_fraction_(\w+)", "our all-reduce, share of what a link of {} could carry", "%",
+            Figure(r"ring_fraction_(?!encrypted)(\w+)", "our all-reduce, share of what a link of {} could carry", "%",
                    against=r"gloo_fraction_\1", other="gloo", why="by less than runs differ",
                    all_words="our all-reduce between hosts, share of what the link could carry"),
+            target(r"ring_fraction_encrypted_(\w+)", "the same, encrypted, {}", "%", 0.93, more=True),
+            faster(r"gloo_over_ring", "all-reduce of 100 MB, no link held back", 2.0),
+            faster(r"gloo_over_ring_encrypted", "the same, encrypted, over plain gloo's", 0.8),
+            faster(r"ddp_over_(dense)_unshaped", "the step of DDP over ours ({}), no link held back", 1.2),
             shown(r"ddp_seconds", "to the loss that DDP reaches in 80 steps, 100 Mbit/s: DDP", "s"),
             shown(r"(torch_powersgd_r\d)_seconds", "to the same loss: {}", "s"),
             shown(r"((?:local_sgd_\d_)?powersgd_r\d)_seconds", "to the same loss: ours, {}", "s"),
@@ -373,6 +379,46 @@ SECTIONS = (
             Figure(r"bubble_(1f1b)_slept_(\d)", "{}, {} stages that sleep", "%", more=False,
                    against=r"bubble_formula_\2", other="formula", within=0.1,
                    why="messages, and stages that do not take equally long"),
+        ),
+    ),
+    Section(
+        "Muon under sharding",
+        "`benchmarks/zero.py --optimizer muon`: the hidden matrices of a transformer of 25 M parameters under "
+        "`zero(stage=2)`. nanochat's own distributed Muon computes its polynomial in float32 on CPUs, torch's in "
+        "bfloat16: both are shown. On a GPU: a GPT of 124 M parameters, compiled, a world of one.",
+        ("zero",),
+        (
+            faster(r"peer_over_ours_(\d)", "the step of nanochat's Muon over ours, {} workers", 1.5),
+            faster(r"peer_bf16_over_ours_(\d)", "the same, both in bfloat16, {} workers"),
+            target(r"muon_step_scaling_(\d)", "the optimizer's part of a step times {0}, over one worker's, {0} ranks",
+                   "x", 1.15, why="by less than runs differ"),
+            target(r"zero_over_plain", "Muon under zero over plain Muon", "x", 1.02),
+        ),
+    ),
+    Section(
+        "Checkpoints",
+        "`benchmarks/checkpoints.py`: a save in the background beside a blocking one and beside "
+        "torch.distributed.checkpoint's async_save. With a GPU: 0.94 B parameters with AdamW, 11.3 GB.",
+        ("checkpoints",),
+        (
+            target(r"stall_share", "the call of a background save over that of a blocking one", "%", 0.05),
+            faster(r"dcp_stall_over_ours", "the call of async_save over ours", 2.0),
+            target(r"steps_meanwhile", "a step while it is written, over a normal one", "x", 1.1,
+                   why="two workers and the thread that writes share two cores"),
+            shown(r"stall_s", "the call", "s"),
+        ),
+    ),
+    Section(
+        "Beside other systems",
+        "`benchmarks/peers/`: each in an environment of its own, both sides in one run. torchft 0.2.0 and DeepSpeed "
+        "0.19.8 over gloo, 2 ranks, an MLP of 25 M parameters with AdamW; torchft's replicas after one of three was "
+        "killed. hivemind 1.1.12: 100 MB averaged by 2 peers, without its matchmaking.",
+        ("with_torchft", "with_deepspeed", "with_hivemind"),
+        (
+            faster(r"torchft_over_ours_step", "the step of torchft over ours", 2.0),
+            faster(r"torchft_recovery_over_ours", "from a kill to the next step, torchft over ours", 10.0),
+            faster(r"deepspeed_over_ours_zero_(\d)", "the step of DeepSpeed's ZeRO {} over ours", 1.5),
+            faster(r"hivemind_over_ours_average", "an average, hivemind over ours", 2.0),
         ),
     ),
     Section(

@@ -18,8 +18,10 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.methods.hybrid import mesh as mesh
     from unisono.methods.hybrid import split_stages as split_stages
     from unisono.methods.hybrid import tensor_plan as tensor_plan
+    from unisono.methods.strategy import Average as Average
     from unisono.methods.strategy import Replica as Replica
     from unisono.methods.strategy import Strategy as Strategy
+    from unisono.methods.strategy import average as average
     from unisono.methods.strategy import follow as follow
     from unisono.methods.strategy import parallel as parallel
     from unisono.observe.runs.recording import log as log
@@ -38,8 +40,13 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.training.checkpoint import Loaded as Loaded
     from unisono.training.checkpoint import load as load
     from unisono.training.checkpoint import save as save
+    from unisono.training.checkpoint import wait_saved as wait_saved
+    from unisono.training.checkpoint.export import export as export
     from unisono.training.checkpoint.plain import read_checkpoint as read_checkpoint
     from unisono.training.data import Shard as Shard
+    from unisono.training.data import mix as mix
+    from unisono.training.data import pack as pack
+    from unisono.training.data import records as records
     from unisono.training.data import shard as shard
     from unisono.training.trainer import Callback as Callback
     from unisono.training.trainer import EarlyStopping as EarlyStopping
@@ -60,9 +67,10 @@ _EXPORTS = {  # names, and modules of which some need extras: `un.boost.XGBoost`
     "unisono.tables": "boost estimators",
     "unisono.plugs": "horovod huggingface keras lightning skorch",
     "unisono.training.batch_norm": "sync_batch_norm",
-    "unisono.training.checkpoint": "CheckpointError Loaded load save",
+    "unisono.training.checkpoint": "CheckpointError Loaded load save wait_saved",
+    "unisono.training.checkpoint.export": "export",
     "unisono.training.checkpoint.plain": "read_checkpoint",
-    "unisono.training.data": "Shard shard",
+    "unisono.training.data": "Shard mix pack records shard",
     "unisono.plugs.comm_hook": "ddp_hook",
     "unisono.predict.footprint": "memory",
     "unisono.methods.hybrid": "Mesh mesh split_stages tensor_plan",
@@ -70,7 +78,7 @@ _EXPORTS = {  # names, and modules of which some need extras: `un.boost.XGBoost`
     "unisono.tables.map_reduce": "mapreduce",
     "unisono.launchers.runtime.debugger": "breakpoint",
     "unisono.observe.runs.recording": "log",
-    "unisono.methods.strategy": "Replica Strategy follow parallel",
+    "unisono.methods.strategy": "Average Replica Strategy average follow parallel",
     "unisono.training.trainer": "Callback EarlyStopping Trainer",
     "unisono.world": "Handle Mismatch PeerLost World join preempted backend",
     "unisono.world.virtual": "run_threads simulate",

@@ -124,12 +124,18 @@ class Handle(Generic[T]):
 class _Job:
     """One piece of work in a queue."""
 
-    __slots__ = ("_run", "_watch", "after", "error", "finished", "number", "value")
+    __slots__ = ("_run", "_watch", "after", "error", "finished", "number", "value", "waiter")
 
     def __init__(
-        self, run: Callable[[], Any], watch: JobWatch | None, moves: bool, after: Callable[[], None] | None
+        self,
+        run: Callable[[], Any],
+        watch: JobWatch | None,
+        moves: bool,
+        after: Callable[[], None] | None,
+        waiter: int | None,
     ) -> None:
-        self._run, self._watch, self.after = run, watch, after
+        """`waiter`: the thread that is sure to wait for it."""
+        self._run, self._watch, self.after, self.waiter = run, watch, after, waiter
         self.number = watch.submit(moves=moves) if watch is not None else 0
         self.value: Any = None
         self.error: BaseException | None = None
@@ -189,7 +195,7 @@ class SerialQueue:
         right away, and so runs it. "soon": it is likely to, before the thread would have woken up; if it does not, the
         thread runs it some milliseconds later.
         """
-        job = _Job(run, self._watch, self._moves, after)
+        job = _Job(run, self._watch, self._moves, after, None if wakes else threading.get_ident())
         with self._signal:
             if self._closed:
                 raise RuntimeError(f"{self.name} is closed: nothing more can be sent through it")
@@ -203,9 +209,9 @@ class SerialQueue:
             self.wake()
         return Handle(lambda: self._result(job), job.finished.is_set)
 
-    def try_run(self, run: Callable[[], None], when: Callable[[], bool]) -> bool:
+    def try_run(self, run: Callable[[], None], when: Callable[[], bool] = lambda: True) -> bool:
         """Run a job in this thread if none is queued or running and `when()` allows it; whether it was run."""
-        if self._jobs or not self._running.acquire(blocking=False):
+        if self._jobs or self._watch is not None or not self._running.acquire(blocking=False):
             return False
         try:
             if self._jobs or self._closed or not when():
@@ -244,7 +250,7 @@ class SerialQueue:
             while not job.finished.is_set():
                 if self._running.acquire(blocking=False):
                     self._run_next()
-                    if self._jobs and job.finished.is_set():  # of others, who may have counted on me
+                    if job.finished.is_set() and self._is_for_others():
                         self.wake()
                 else:
                     job.finished.wait(0.05)
@@ -254,6 +260,13 @@ class SerialQueue:
         if job.error is not None:
             raise job.error
         return job.value
+
+    def _is_for_others(self) -> bool:
+        """Whether the next job is one that this thread does not come to wait for: its waiter may have counted on me."""
+        try:
+            return self._jobs[0].waiter != threading.get_ident()
+        except IndexError:
+            return False
 
     def _run_next(self) -> None:
         """Run the next job; the caller holds `_running`, which is released."""

@@ -42,7 +42,7 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]([biufcSUV]\d{1,9}|[mM]8(\[\d{0,9}(Y|M|W|D|h|m
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
 
-def pack(obj: Any, *, leaves: type | tuple[type, ...] = ()) -> tuple[Any, Tensors]:
+def pack(obj: Any, *, leaves: type | tuple[type, ...] = (), to_cpu: bool = True) -> tuple[Any, Tensors]:
     """Split `obj` into a tree that JSON holds and the tensors it mentions by name.
 
     Accepts None, bool, int, float (inf and nan too), str, bytes, list, tuple, dict, OrderedDict and Counter
@@ -50,7 +50,7 @@ def pack(obj: Any, *, leaves: type | tuple[type, ...] = ()) -> tuple[Any, Tensor
     and torch.device; `unpack` gives each back with its own type and value. A tensor that occurs twice is kept
     once, and is one object again after `unpack`. Tensors are referred to, not copied, if they already lie
     contiguous on the CPU; after `unpack` they lie there, detached. What stands for a tensor, of a class among
-    `leaves`, is kept in its place.
+    `leaves`, is kept in its place. `to_cpu=False` leaves tensors on their device, for a caller who copies them himself.
 
     Returns the tree and the tensors by the path at which each was found.
 
@@ -62,7 +62,7 @@ def pack(obj: Any, *, leaves: type | tuple[type, ...] = ()) -> tuple[Any, Tensor
         >>> tree, list(tensors)
         ({'lr': 0.1, 'momentum': {'!tensor': 'momentum'}}, ['momentum'])
     """
-    packer = _Packer(leaves)
+    packer = _Packer(leaves, to_cpu)
     try:
         return packer.tree(obj, ()), packer.tensors
     except RecursionError:
@@ -129,9 +129,9 @@ def _read_tensors(layout: Any, body: memoryview) -> Tensors:
 class _Packer:
     """One walk over a nested state; collects tensors by the path at which they were first met."""
 
-    def __init__(self, leaves: type | tuple[type, ...] = ()) -> None:
+    def __init__(self, leaves: type | tuple[type, ...] = (), to_cpu: bool = True) -> None:
         self.tensors: Tensors = {}
-        self._leaves = leaves
+        self._leaves, self._to_cpu = leaves, to_cpu
         self._names: dict[Any, str] = {}  # where a tensor's values lie -> its name, to keep aliases once
         self._kept: list[Any] = []  # holds what the identities in _names refer to
 
@@ -197,7 +197,8 @@ class _Packer:
         if obj.numel():
             alias = obj.device, obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, obj.is_conj(), obj.is_neg()
         if (name := self._names.get(alias)) is None:
-            values = obj.resolve_conj().resolve_neg().cpu().contiguous()
+            values = obj.resolve_conj().resolve_neg()
+            values = (values.cpu() if self._to_cpu else values).contiguous()
             name = self._store(values if obj.dtype in _NATIVE else _raw(values), path)
             self._names[alias] = name
         if obj.dtype in _NATIVE:

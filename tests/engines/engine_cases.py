@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from unisono.methods.spec import names
@@ -61,6 +64,33 @@ if world.rank == 0:
     print(json.dumps(found))
 """
 )
+
+# Messages between workers, as between hosts: each prints where it listens, and whether that is encrypted.
+NETWORK = ("--encrypt", "--interface", "{network}", "--ports", "43000-43029")
+NETWORKED = (
+    COMMON
+    + """
+world, loss = un.join(device="cpu"), train()
+links = world.transport._links
+places = [place for card in links._peers[world.rank]._cards for place, _ in card]
+print(json.dumps({"loss": loss, "ports": links._door.ports, "at": places, "encrypted": world.transport.is_encrypted}))
+"""
+)
+
+
+def network_options(network: str = "127.0.0.0/8") -> list[str]:
+    return [word.format(network=network) for word in NETWORK]
+
+
+def check_network(found: list[dict[str, Any]], begins: str = "127.") -> None:
+    """That two workers listened where they were asked to, encrypted, and trained."""
+    assert len(found) == 2, found
+    for one in found:
+        assert one["loss"] == pytest.approx(right_loss(), rel=1e-12)
+        assert one["encrypted"]
+        assert all(43000 <= port <= 43029 for port in one["ports"])
+        assert all(place.startswith(begins) for place in one["at"])
+
 
 # Rank 1 is killed at its sixth step, in the first attempt.
 KILLED = (

@@ -12,7 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_cases import EVERYTHING, ITSELF, KILLED, REPLACED, right_loss, right_weights, specs
+from engine_cases import (
+    EVERYTHING,
+    ITSELF,
+    KILLED,
+    NETWORKED,
+    REPLACED,
+    check_network,
+    network_options,
+    right_loss,
+    right_weights,
+    specs,
+)
 from engine_commands import Command, environment, left_over, only, unisono_run
 
 import unisono as un
@@ -43,6 +54,14 @@ def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Com
     assert (found["size"], found["how"]) == (2, "shared memory")
     assert set(found["strategies"]) == set(wanted)
     assert all(0 < loss < 20 for loss in found["strategies"].values())
+
+
+@needs_mpirun
+def test_interface_ports_and_encryption_are_the_users(command: Command) -> None:
+    words = unisono_run("--on", "mpi", "-n", "2", *network_options(), "script.py")
+    ended = command(*words, script=NETWORKED, env={"UNISONO_SHARED_MEMORY": "0"})
+    assert ended.status == 0, ended
+    check_network(ended.json())
 
 
 @needs_mpirun

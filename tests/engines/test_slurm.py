@@ -13,7 +13,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from engine_cases import COMMON, EVERYTHING, ITSELF, KILLED, REPLACED, right_loss, right_weights, specs
+from engine_cases import (
+    COMMON,
+    EVERYTHING,
+    ITSELF,
+    KILLED,
+    NETWORKED,
+    REPLACED,
+    check_network,
+    network_options,
+    right_loss,
+    right_weights,
+    specs,
+)
 from engine_commands import Command, only, unisono_run
 from slurm_cluster import SlurmCluster, why_not
 
@@ -55,6 +67,13 @@ def test_the_same_program_has_the_same_loss_and_every_strategy_runs(
     assert found["size"] == 2
     assert set(found["strategies"]) == set(wanted)
     assert all(0 < loss < 20 for loss in found["strategies"].values())
+
+
+def test_interface_ports_and_encryption_are_the_users(command: Command, cluster: Mapping[str, str]) -> None:
+    words = unisono_run("--on", "slurm", "-n", "2", *network_options(), "script.py")
+    ended = command(*words, script=NETWORKED, env={**cluster, "UNISONO_SHARED_MEMORY": "0"})
+    assert ended.status == 0, ended
+    check_network(ended.json())
 
 
 def test_a_killed_worker_ends_in_one_report_and_the_nodes_are_free_again(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from boost_functions import NAMES, check_model, table
-from engine_cases import EVERYTHING, right_loss, specs
+from engine_cases import EVERYTHING, NETWORKED, check_network, network_options, right_loss, specs
 from engine_commands import Command, only, unisono_run
 from engine_functions import (
     ROWS,
@@ -82,6 +82,13 @@ def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Com
     assert found["size"] == 2
     assert set(found["strategies"]) == set(wanted)
     assert all(0 < loss < 20 for loss in found["strategies"].values())
+
+
+def test_interface_ports_and_encryption_are_the_users(command: Command) -> None:
+    words = unisono_run("--on", "spark", "--master", "local[2]", "-n", "2", *network_options(), "script.py")
+    ended = command(*words, script=NETWORKED, env={"UNISONO_SHARED_MEMORY": "0"})
+    assert ended.status == 0, ended
+    check_network(ended.json())
 
 
 def test_an_error_arrives_as_one_report(session: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_cases import COMMON, EVERYTHING, KILLED, right_loss, specs
+from engine_cases import COMMON, EVERYTHING, KILLED, NETWORKED, check_network, network_options, right_loss, specs
 from engine_commands import Command, only, unisono_run
 from ssh_hosts import SshHosts, why_not
 from stranger import visit
@@ -44,6 +44,13 @@ def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Com
     assert (found["size"], found["how"]) == (2, "messages")
     assert set(found["strategies"]) == set(wanted)
     assert all(0 < loss < 20 for loss in found["strategies"].values())
+
+
+def test_interface_ports_and_encryption_are_the_users(command: Command, hosts: SshHosts) -> None:
+    words = on_hosts(hosts, *network_options("10.77.0.0/24"), "script.py")
+    ended = command(*words, script=NETWORKED, env={"UNISONO_SHARED_MEMORY": "0"})
+    assert ended.status == 0, ended
+    check_network(ended.json(), "10.77.0.")
 
 
 def test_the_doctor_visits_both_hosts_and_measures_the_link(command: Command, hosts: SshHosts) -> None:

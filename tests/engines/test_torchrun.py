@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_cases import EVERYTHING, KILLED, right_loss, specs
+from engine_cases import EVERYTHING, KILLED, NETWORKED, check_network, network_options, right_loss, specs
 from engine_commands import Command, only, unisono_run
 from stranger import visit
 
@@ -41,6 +41,13 @@ def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Com
     assert found["size"] == 2
     assert set(found["strategies"]) == set(wanted)
     assert all(0 < loss < 20 for loss in found["strategies"].values())
+
+
+def test_interface_ports_and_encryption_are_the_users(command: Command) -> None:
+    words = unisono_run("--on", "torchrun", "-n", "2", *network_options(), "script.py")
+    ended = command(*words, script=NETWORKED, env={"UNISONO_SHARED_MEMORY": "0"})
+    assert ended.status == 0, ended
+    check_network(ended.json())
 
 
 def test_after_a_kill_all_start_again_on_a_new_page_with_gloo_groups_of_their_own_too(command: Command) -> None:

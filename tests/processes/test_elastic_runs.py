@@ -167,7 +167,10 @@ def test_a_worker_that_stands_still_is_replaced(
     assert "has stood still for 2 s" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("strategy", ["powersgd(rank=1)", "zero(stage=2, spare=True)", "zero(stage=3, spare=True)"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["powersgd(rank=1)", "zero(stage=2, spare=True)", "zero(stage=3, spare=True)", "zero(stage=3, within=1)"],
+)
 def test_other_synchronous_methods_lose_no_sample(strategy: str, alone: dict[str, torch.Tensor]) -> None:
     results = un.launch(
         train, workers=3, args=(strategy,), faults="kill 0@6 in backward; kill 2@13", least=3, threads=1, timeout_s=120
@@ -179,6 +182,25 @@ def test_other_synchronous_methods_lose_no_sample(strategy: str, alone: dict[str
             assert torch.equal(result["state"][name], value), name
     if strategy.startswith("zero"):
         check(results, alone)
+
+
+def train_in_large_batches(strategy: str) -> dict[str, Any]:
+    """So that each of four workers has samples enough for batch normalisation."""
+    global BATCH
+    BATCH = 12
+    return train(strategy)
+
+
+def test_groups_go_on_from_each_others_parts() -> None:
+    """Two groups of two; what is left of them is one group, until all have come again."""
+    alone = un.launch(train_in_large_batches, workers=1, args=("allreduce",), threads=1)[0]["state"]
+    script, strategy = "kill 3@4 in backward; kill 0@9 in update", "zero(stage=3, within=2)"
+    results = un.launch(
+        train_in_large_batches, workers=4, args=(strategy,), faults=script, least=3, threads=1, timeout_s=120
+    )
+    for result in results:
+        for name, value in alone.items():
+            torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-12, msg=name)
 
 
 def test_a_step_of_a_model_that_all_share_is_ended_by_those_left(alone: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The three example scripts, unchanged: alone, under `unisono run` with workers that are killed, and under torchrun the
+"""The example scripts, unchanged: alone, under `unisono run` with workers that are killed, and under torchrun the
 same final loss."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ EXAMPLES = {
     "digits_cnn.py": ["--steps", "60", "--width", "16", "--lr", "0.1"],
     "char_rnn.py": ["--steps", "12", "--width", "32", "--length", "32"],
     "char_transformer.py": ["--steps", "12", "--width", "32", "--length", "32"],
+    "two_optimizers.py": ["--steps", "12", "--width", "32", "--length", "32"],
 }
 
 

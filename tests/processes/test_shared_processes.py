@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,48 @@ def test_two_hosts_of_two_are_one_process_and_each_rank_sends_its_part() -> None
         assert all(torch.equal(x, y) for x, y in zip(found, results[0][0], strict=True))
         torch.testing.assert_close(found, wanted[0][0], rtol=1e-3, atol=1e-5)
         assert sent / 6 == pytest.approx(4 * elements / 2, rel=0.1)  # 2 (H - 1)/H of half of the gradients
+
+
+def average(spec: str, folder: str) -> list[list[torch.Tensor]]:
+    """The weights before, inside and after `applied()`; then those of three more steps."""
+    world = un.join(device="cpu")
+    model, optimizer = make()
+    replica = un.parallel(model, optimizer, spec)
+    kept = un.average(replica, decay=0.8)
+
+    def steps(first: int) -> None:
+        for t in range(first, first + 3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * t + world.rank))
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+
+    def weights() -> list[torch.Tensor]:
+        return [p.detach().clone() for p in model.parameters()]
+
+    steps(0)
+    seen = [weights()]
+    with kept.applied():
+        seen.append(weights())
+    seen.append(weights())
+    un.save(folder, replica)
+    steps(3)
+    seen.append(weights())
+    un.load(folder, replica)
+    with kept.applied():
+        seen.append(weights())
+    replica.close()
+    return seen
+
+
+def test_an_average_in_memory_that_processes_share_is_that_of_allreduce(tmp_path: Path) -> None:
+    wanted = un.launch(average, workers=2, args=("allreduce", str(tmp_path / "a")), threads=1, timeout_s=120)[0]
+    assert all(torch.equal(x, y) for x, y in zip(wanted[1], wanted[4], strict=True))
+    for spec in ("shared", "zero(stage=1)"):
+        folder = str(tmp_path / spec)
+        for found in un.launch(average, workers=2, args=(spec, folder), threads=1, timeout_s=120):
+            for mine, expected in zip(found, wanted, strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(mine, expected, strict=True))
 
 
 def test_without_shared_memory_it_is_refused_with_what_to_use() -> None:

@@ -71,6 +71,44 @@ def test_it_ends_where_fsdp2_ends() -> None:
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=side)
 
 
+def beside_hsdp() -> list[list[Tensor]]:
+    """The same on a mesh of 2 x 2: FSDP2's hybrid sharding, and ours in the groups of its second dimension."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world = un.join(device="cpu")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ends = []
+    for within in (None, mesh["shard"], mesh["replicate"].get_group(), 2, "host"):
+        model = network()
+        for layer in (*model, model) if within is None else ():
+            if next(layer.parameters(), None) is not None:
+                fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if within is not None:
+            replica = un.parallel(model, optimizer, "zero(stage=3)", within=within, unit_bytes=20000, world=world)
+        for t in range(STEPS):
+            optimizer.zero_grad()
+            model(batch(t, world.rank)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+        if within is not None:
+            replica.restore()
+            replica.close()
+        ends.append([getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in model.parameters()])
+    dist.destroy_process_group()
+    return ends
+
+
+def test_groups_end_where_fsdp2_ends_on_a_mesh() -> None:
+    for theirs, *ours in un.launch(beside_hsdp, workers=4, threads=1):
+        for found in ours:
+            for x, y in zip(found, theirs, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
 # A lost worker -------------------------------------------------------------------------------------------------
 
 

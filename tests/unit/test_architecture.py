@@ -38,13 +38,13 @@ LAYERS = [
     "units",
     "launchers.runtime packing background rng methods.checks predict.costs observe.pages "
     "methods.model_copies text_table old_paths",
-    "world methods.buckets methods.kernels",
+    "world methods.buckets methods.kernels methods.joined_optimizers",
     "methods.reducer observe.runs world.backend",
     "methods.facts",
     "methods.reducers methods.exchange methods.offload training.checkpoint training.data methods.spec "
     "training.batch_norm methods.autograd",
     "methods.strategy plugs.comm_hook",
-    "methods.strategies methods.hybrid",
+    "methods.strategies methods.hybrid plugs.elastic_batches",
     "launchers predict.footprint plugs.horovod plugs.lightning plugs.huggingface plugs.keras plugs.skorch",
     "launchers.lab observe.live",
     "predict.planner",

@@ -62,3 +62,13 @@ def test_a_job_is_run_at_once_where_none_is_queued_and_it_is_allowed() -> None:
     assert order == ["at once", "queued"]
     queue.close()
     assert not queue.try_run(lambda: order.append("no"), when=lambda: True)
+
+
+def test_a_thread_that_waits_for_several_jobs_runs_them_all_itself() -> None:
+    queue, ran = SerialQueue("test"), []
+    handles = [queue.submit(lambda: ran.append(threading.get_ident()), wakes=False) for _ in range(3)]
+    for handle in handles:
+        handle.wait()
+    assert ran == [threading.get_ident()] * 3
+    assert queue._thread is None
+    queue.close()

@@ -57,6 +57,7 @@ def test_every_member_of_a_replica_is_that_of_the_one_at_work() -> None:
     _, _, inner = started(World(), "zero(stage=1)")
     replica = ChangingReplica(inner, build("auto", kind="strategy"), lambda: None)
     own = {"strategy", "close", "switch", "state_dict", "load_state_dict"}
+    own |= {"averaged_values"}  # made anew at each call
     names = {name for name in (*dir(Replica), *vars(inner)) if not name.startswith("_")}
     assert {name for name in names if getattr(replica, name) != getattr(inner, name)} == own
     assert replica.write == inner.write  # type: ignore[attr-defined]  # which only some methods have
@@ -95,13 +96,13 @@ def test_those_that_watch_a_step_may_come_and_go_in_it() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     seen: list[str] = []
 
-    def first_ended() -> None:
+    def first_ended(_: torch.optim.Optimizer) -> None:
         seen.append("first")
         first.remove()
-        StepHooks.of(optimizer).watch(lambda *_: seen.append("begin"), lambda: seen.append("later"))
+        StepHooks.of(optimizer).watch(lambda *_: seen.append("begin"), lambda _: seen.append("later"))
 
     first = StepHooks.of(optimizer).watch(None, first_ended)
-    StepHooks.of(optimizer).watch(None, lambda: seen.append("second"))
+    StepHooks.of(optimizer).watch(None, lambda _: seen.append("second"))
     optimizer.step()
     assert seen == ["first", "second"]
     optimizer.step()

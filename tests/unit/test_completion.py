@@ -58,7 +58,7 @@ CASES = [
     (["comp"], {"compare", "completion"}),
     (["run", "--max"], {"--max-restarts"}),
     (["run", "--output", "f"], {"files"}),
-    (["run", "--on", "s"], {"slurm", "spark", "ssh"}),
+    (["run", "--on", "s"], {"skypilot", "slurm", "spark", "ssh"}),
     (["run", "--strategy", "powers"], {"powersgd"}),
     (["run", "-n", "2", "tr"], {"train.py"}),
     (["run", "--run-dir", "l"], {"logs"}),

@@ -116,7 +116,7 @@ def test_rank_0_does_not_wait_for_ever() -> None:
         (["--on", "torchrun", "--hosts", "a"], "--hosts does not go with --on torchrun"),
         (["--on", "mpi", "--max-restarts", "2"], "--max-restarts does not go with --on mpi"),
         (["--on", "mpi", "--script", "x.sh"], "--script and --submit go with --on slurm"),
-        (["--on", "kubernetes"], "invalid choice: 'kubernetes'"),
+        (["--on", "nomad"], "invalid choice: 'nomad'"),
         (["--on", "torchrun", "--max-restarts", "-1"], "expected a whole number from 0 up"),
         (["--on", "torchrun", "--options=--standalone"], "no store of torchrun's is open to the network"),
         (["--on", "ssh"], "expected a list of hosts"),

@@ -212,10 +212,10 @@ def test_a_run_is_the_training_of_one_process_on_the_same_samples(spec: str, mon
 def test_what_a_rank_keeps_is_counted_once_where_parts_lie_inside_a_parameter() -> None:
     model = nn.Linear(10, 10, bias=False)
     optimizer = torch.optim.SGD([model.weight.data.view(-1)[10:30].requires_grad_()], lr=0.1, momentum=0.9)
-    assert tasks.kept_bytes(model, optimizer) == 400
+    assert tasks.kept_bytes(model, [optimizer]) == 400
     optimizer.param_groups[0]["params"][0].grad = torch.ones(20)
     optimizer.step()
-    assert tasks.kept_bytes(model, optimizer) == 400 + 80
+    assert tasks.kept_bytes(model, [optimizer]) == 400 + 80
 
 
 def test_a_run_that_fails_is_noted_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ CASES = {
     "notebook": lambda: _pack(lambda: None, (), {}),
     "sklearn": lambda: un.estimators.LeastSquares(),
     "parquet": lambda: importlib.import_module("unisono.estimators.formats")._import_parquet("x.parquet"),
+    "remote": lambda: importlib.import_module("unisono.training.checkpoint.remote").find_place("s3://a/b"),
     "boost": lambda: importlib.import_module("unisono.boost.library")._import_library("xgboost"),
     "lightning": lambda: un.lightning.Strategy("allreduce"),
     "huggingface": lambda: importlib.import_module("unisono.huggingface"),
@@ -43,6 +44,7 @@ CASES = {
     "tensorboard": lambda: read_asked("tensorboard"),
     "wandb": lambda: read_asked("wandb"),
     "mlflow": lambda: read_asked("mlflow"),
+    "otel": lambda: read_asked("otel"),
     "mpi": lambda: open_engine_store(Place("MPI", 0, 2, 0, 1), 0),
     "ray": lambda: un.on.ray().check(2),
     "spark": lambda: un.on.spark().check(2),
@@ -56,8 +58,9 @@ for name, use in CASES.items():
         told[name] = f"{type(error).__name__}: {error}"
 print(json.dumps(told))
 """
-PACKAGES = "matplotlib cloudpickle sklearn scipy pyarrow fsspec xgboost lightgbm lightning pytorch_lightning"
-PACKAGES += " lightning_fabric transformers accelerate keras skorch tensorboard wandb mlflow mpi4py ray pyspark pandas"
+PACKAGES = "matplotlib cloudpickle sklearn scipy pyarrow fsspec s3fs xgboost lightgbm lightning pytorch_lightning"
+PACKAGES += " lightning_fabric transformers accelerate keras skorch tensorboard wandb mlflow opentelemetry mpi4py ray"
+PACKAGES += " pyspark pandas"
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +73,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-EXTRAS = ("plots", "notebook", "sklearn", "parquet", "boost", "lightning")
-EXTRAS += ("huggingface", "keras", "skorch", "tensorboard", "wandb", "mlflow", "mpi", "ray", "spark")
+EXTRAS = ("plots", "notebook", "sklearn", "parquet", "remote", "boost", "lightning")
+EXTRAS += ("huggingface", "keras", "skorch", "tensorboard", "wandb", "mlflow", "otel", "mpi", "ray", "spark")
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

@@ -85,7 +85,7 @@ def mapped_bytes(replica: un.Replica) -> int:
     assert isinstance(replica, ZeroReplica)
     if replica._offload is None:
         return 0
-    engine = replica._offload.engine
+    engine = replica._offload.of(replica._offload.units[0]).engine
     buffers = engine.stepper.buffers
     lines = engine.pinned_bytes if isinstance(engine, Pipeline) else 0
     return lines + (buffers._limit * max(b.memory.numel() for b in buffers._buffers) if buffers is not None else 0)
@@ -160,3 +160,15 @@ def test_stage_1_keeps_whole_gradients_only_while_it_accumulates() -> None:
     report = un.memory(model, batch=(x, y), loss=F.cross_entropy, workers=4, host_memory="1TiB", disk="1TiB")
     needs = [report.need(f"zero(stage=1, accumulate={n})").device for n in (1, 2)]
     assert peak(2) - peak(1) == pytest.approx(needs[1] - needs[0], rel=0.2)
+
+
+def test_owners_of_whole_tensors_are_counted_by_the_one_that_has_most() -> None:
+    """Three equal matrices for two workers: one of them owns two, with Muon's momentum of both."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+    muon = torch.optim.Muon(model.parameters())
+    report = un.memory(model, [muon], workers=2, device_memory="1GiB", host_memory="1GiB", disk="1GiB")
+    matrix = 256 * 256 * 4
+    assert report.need("zero(stage=2)").optimizer == 2 * matrix
+    assert report.need("allreduce").optimizer == 3 * matrix
+    assert not any("disk" in row.spec for row in report.rows)

@@ -8,7 +8,7 @@ import torch
 
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.membership import ResultLog
-from unisono.methods.strategy.healing import _find_schedules
+from unisono.methods.strategy.schedules import find_schedules
 
 
 def test_results_that_only_a_lost_rank_had_are_not_given_to_those_who_come() -> None:
@@ -29,5 +29,5 @@ def test_the_schedules_of_an_optimizer_are_found_in_one_order() -> None:
     kinds = torch.optim.lr_scheduler
     late, early = kinds.StepLR(optimizer, 30), kinds.StepLR(optimizer, 3)
     plateau, foreign = kinds.ReduceLROnPlateau(optimizer), kinds.StepLR(other, 3)
-    assert [s is t for s, t in zip(_find_schedules(optimizer), [plateau, early, late], strict=True)] == [True] * 3
-    assert _find_schedules(other) == [foreign]
+    assert [s is t for s, t in zip(find_schedules(optimizer), [plateau, early, late], strict=True)] == [True] * 3
+    assert find_schedules(other) == [foreign]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from elastic_threads import Event, Life, Run
 from torch import Tensor, nn
+from torch.optim import swa_utils
 
 import unisono as un
 from unisono import World, background
@@ -25,6 +26,7 @@ from unisono.methods.strategy.healing import Healing
 from unisono.world import probe
 
 MORE = int(os.environ.get("UNISONO_SCHEDULES", "1"))
+DECAY = 0.7  # of the average
 SAMPLES, BATCH, EPOCHS = 20, 6, 2  # the last batch of an epoch has two samples: fewer than ranks
 
 
@@ -69,13 +71,22 @@ def make_training(model: Counting) -> tuple[torch.optim.SGD, Any]:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda k: 1.0, lambda k: 1.0 / (1.0 + 0.2 * k)])
 
 
+def make_several(model: Counting) -> tuple[list[torch.optim.SGD], list[Any]]:
+    """The same, with an optimizer and a schedule for each of the parameters."""
+    optimizers = [torch.optim.SGD([model.uses], lr=1.0), torch.optim.SGD([model.weight], lr=0.3, momentum=0.9)]
+    rates = [lambda k: 1.0, lambda k: 1.0 / (1.0 + 0.2 * k)]
+    pairs = zip(optimizers, rates, strict=True)
+    return optimizers, [torch.optim.lr_scheduler.LambdaLR(one, rate) for one, rate in pairs]
+
+
 DATA = make_data()
 
 
-def reference(batches: int) -> tuple[Counting, list[Tensor]]:
-    """Plain PyTorch in one process, on the same global batches; so many of them a step."""
+def reference(batches: int) -> tuple[Counting, list[Tensor], Counting]:
+    """Plain PyTorch in one process, on the same global batches; so many of them a step. And torch's own average."""
     model = Counting()
     optimizer, schedule = make_training(model)
+    averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(DECAY))
     sums = []
     shard = un.shard(DATA, BATCH, seed=3, world=World())
     for _ in range(EPOCHS):
@@ -83,10 +94,11 @@ def reference(batches: int) -> tuple[Counting, list[Tensor]]:
             model(x, y, numbers).backward()
             if (i + 1) % batches == 0:
                 optimizer.step()
+                averaged.update_parameters(model)
                 optimizer.zero_grad()
                 schedule.step()
         sums.append(model.uses.detach().clone())
-    return model, sums
+    return model, sums, averaged.module
 
 
 EXPECTED = {batches: reference(batches) for batches in (1, 2)}
@@ -99,13 +111,14 @@ def train(
     batches: int = 1,
     calls: bool = False,
     validates: bool = False,
+    several: bool = False,
     strategy: str = "allreduce",
 ) -> dict[str, Any]:
     """The same with other workers. `calls`: the program asks the others for something after each batch, too;
-    `validates`: in another pass after each."""
+    `validates`: in another pass after each; `several`: with two optimizers."""
     model = Counting()
-    optimizer, schedule = make_training(model)
-    un.parallel(model, optimizer, strategy, world=world)
+    optimizers, schedules = make_several(model) if several else [[one] for one in make_training(model)]
+    average = un.average(un.parallel(model, optimizers, strategy, world=world), decay=DECAY)
     shard = un.shard(DATA, BATCH, seed=3, world=world)
     counters = un.follow({"batches": 0}, world=world)
     told = world.broadcast_object({"epochs": EPOCHS})
@@ -116,9 +129,10 @@ def train(
             model(x, y, numbers).backward()
             counters["batches"] += 1
             if counters["batches"] % batches == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
+                for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    schedule.step()
                 life.run.advance()
             if calls:
                 everyone = world.gather_objects(counters["batches"])
@@ -128,7 +142,8 @@ def train(
         sums.append(world.all_reduce(model.uses.detach().clone(), "mean").wait())
     assert world.elastic is not None
     late = isinstance(world.elastic.healer, Healing) and world.elastic.healer._is_late  # it came after the last batch
-    return {"model": model, "sums": sums, "batches": None if late else counters["batches"], "each": batches}
+    batches_seen = None if late else counters["batches"]
+    return {"model": model, "sums": sums, "batches": batches_seen, "each": batches, "average": average.state()}
 
 
 def check(run: Run) -> None:
@@ -139,10 +154,13 @@ def check(run: Run) -> None:
         return
     assert run.results, run.describe()
     for worker, found in run.results.items():
-        model, sums = EXPECTED[found["each"]]
+        model, sums, averaged = EXPECTED[found["each"]]
         for name, p in found["model"].named_parameters():
             same = torch.allclose(p, model.get_parameter(name), rtol=0, atol=1e-12)
             assert same, f"worker {worker}, {name}: {run.describe()}\n{p}"
+            mine, expected = found["average"]["values"][name], averaged.get_parameter(name)
+            same = torch.allclose(mine, expected, rtol=0, atol=1e-12)
+            assert same, f"worker {worker}, average of {name}: {found['average']} {run.describe()}\n{expected}"
         assert found["batches"] in (EPOCHS * -(-SAMPLES // BATCH), None), run.describe()
         assert len(found["sums"]) == EPOCHS, run.describe()
         for mine, expected in zip(found["sums"], sums, strict=True):
@@ -161,6 +179,14 @@ def test_a_death_in_each_operation_of_an_epoch(victim: int) -> None:
     """Of the two that are left, one has the result of that operation."""
     for at in range(14):
         check(Run(train, 3, [Event("die in", victim, at, lucky=frozenset({1}))]).play())
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "shared"])
+def test_a_death_between_the_steps_of_two_optimizers(strategy: str) -> None:
+    """Who is left ends the step of both: a model of which one part has stepped is that of no step."""
+    program = partial(train, several=True, strategy=strategy)
+    for at in range(14):
+        check(Run(program, 3, [Event("die in", 2, at, lucky=frozenset({1}))]).play())
 
 
 @pytest.mark.parametrize("what", ["die before", "die in"])
@@ -196,12 +222,13 @@ PROGRAMS = {
     "two batches a step": {"batches": 2},
     "calls in a pass": {"calls": True},
     "validation": {"validates": True},
+    "two optimizers": {"several": True},
 }
 
 
 SEEDS = (0, 1, 2, 17, 24, 52, 57, 61, 88, 94, 101, 140)  # most of them have found something
-# Each with two of the programs, so each program with six; all with all, and more, where UNISONO_SCHEDULES asks.
-DRAWN = [(list(PROGRAMS)[(i + more) % 4], seed) for i, seed in enumerate(SEEDS) for more in (0, 1)]
+# Each with two of the programs, so each program with four or five; all with all where UNISONO_SCHEDULES asks.
+DRAWN = [(list(PROGRAMS)[(i + more) % 5], seed) for i, seed in enumerate(SEEDS) for more in (0, 1)]
 ALL = [(program, seed) for program in PROGRAMS for seed in [*SEEDS, *range(200, 200 + 20 * (MORE - 1))]]
 
 

@@ -15,6 +15,7 @@ from unisono.methods.buckets import Bucket
 from unisono.methods.reducer import Reducer
 from unisono.methods.reducers.onebit import onebit
 from unisono.methods.reducers.signsgd import signsgd
+from unisono.methods.strategy import parallel
 from unisono.world import World
 from unisono.world.virtual import run_threads, simulate
 
@@ -119,6 +120,43 @@ def test_votes_take_a_bit_a_number(size: int) -> None:
     world = simulate(size)
     signsgd().reduce(bucket, signsgd().init(bucket), world)
     assert sum(record.bytes_sent for record in world.ledger.records) == signsgd().sends(bucket, size)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_loss_scale_does_not_change_the_step_by_signs(size: int, told: bool) -> None:
+    """A GradScaler divides the outcome by its scale: what the optimizer gets are signs. A replica that is not told of
+    the scaler finds it."""
+
+    def work(world: World) -> Tensor:
+        model = torch.nn.Linear(3, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        replica = parallel(model, optimizer, "allreduce(reducer=signsgd)", world=world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        if told:
+            replica.watch(scaler)
+        loss = model(torch.tensor([[1.0, -2.0, 3.0]])).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        return model.weight.detach().clone()
+
+    for weight in run_threads(work, size):
+        assert weight.tolist() == [[-0.25, 0.25, -0.25]]
+
+
+def test_a_step_without_the_scaler_of_the_loss_is_refused() -> None:
+    """The generator's loss is scaled and passes through the discriminator, which trains without a scaler."""
+
+    def work(world: World) -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        parallel(model, optimizer, "allreduce(reducer=signsgd)", world=world)
+        torch.amp.GradScaler("cpu").scale(model(torch.ones(1, 3)).sum()).backward()
+        with pytest.raises(ValueError, match="Linear, whose SGD steps without the scaler"):
+            optimizer.step()
+
+    run_threads(work, 2)
 
 
 # Scaled signs with error feedback -----------------------------------------------------------------------------------

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +65,10 @@ class Taken(Sink):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tensorbord", "got 'tensorbord' to log to; expected some of tensorboard, prometheus, wandb, mlflow"),
+        ("tensorbord", "got 'tensorbord' to log to; expected some of tensorboard, prometheus, wandb, mlflow, otel"),
+        ("nomodule:start", "a function in a module, and there is none"),
+        ("json:nothing", "a function in a module, and there is none"),
+        ("sys:path", "which is no function"),
         ("prometheus:port", "expected prometheus:PORT"),
         ("prometheus:99999", "expected prometheus:PORT"),
         ("tensorboard:80", "only prometheus takes a port"),
@@ -234,6 +241,66 @@ def test_prometheus_reads_the_newest_numbers(tmp_path: Path) -> None:
             fetch(sink.port, "/etc/passwd")
     finally:
         sink.close("ok")
+
+
+def test_the_dashboard_asks_for_what_prometheus_reads(tmp_path: Path) -> None:
+    write(tmp_path, 0, ["step", 0, 1.0, 0.5, 0.25, 0.125, 0.0625, 0.0625, 0.0, 100, 1, 0.0], ["data", {"samples": 32}])
+    reader = RunReader(tmp_path)
+    reader.poll()
+    given = set(re.findall(r"^(unisono_\w+)\{", sinks._write_text(reader, {"loss": 1.0}), re.MULTILINE))
+    dashboard = (Path(__file__).parents[2] / "docs" / "_static" / "grafana.json").read_text()
+    assert set(re.findall(r"\bunisono_\w+", dashboard)) == given
+
+
+def test_a_logger_of_ones_own_gets_settings_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mylog.py").write_text(
+        "seen = []\n"
+        "class Run:\n"
+        "    def log(self, values, step): seen.append((step, values))\n"
+        "    def finish(self): seen.append('finished')\n"
+        "def start(settings):\n"
+        "    seen.append(settings['strategy'])\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    write(tmp_path, 0, loss(1, 2.0))
+    (tmp_path / "run.json").write_text(json.dumps({"workers": 1}))
+    reader = RunReader(tmp_path)
+    reader.poll()
+    (asked,) = read_asked("mylog:start")
+    sink = open_sink(asked, reader)
+    sink.add(1, 1000.0, {"loss": 2.0})
+    sink.close("ok")
+    assert __import__("mylog").seen == ["allreduce", (1, {"loss": 2.0}), "finished"]
+
+
+def test_opentelemetry_sends_gauges_to_its_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            bodies.append(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        sink = open_sink(Asked("otel"), RunReader(tmp_path))
+        sink.add(3, 1000.0, {"loss": 2.0})
+        sink.close("ok")  # sends what there is
+        server.shutdown()
+        serving.join()
+    sent = ExportMetricsServiceRequest.FromString(bodies[-1]).resource_metrics[0].scope_metrics[0].metrics
+    points = {metric.name: metric.gauge.data_points[0] for metric in sent}
+    assert (points["unisono.step"].as_int, points["unisono.loss"].as_double) == (3, 2.0)
 
 
 def test_a_port_in_use_is_said_and_the_rest_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

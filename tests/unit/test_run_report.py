@@ -19,6 +19,7 @@ from unisono.launchers.runtime.run_folder import NoSuchRun, RunFolder, find_run,
 from unisono.observe.reports.page import make_page
 from unisono.observe.reports.summary import Summary, compare_with, summarise
 from unisono.observe.reports.trace import find_offsets, write_trace
+from unisono.observe.reports.wording import list_facts
 from unisono.observe.runs.reading import RunReader
 
 
@@ -536,3 +537,21 @@ def test_a_run_whose_launcher_is_gone_does_not_run_any_more(tmp_path: Path) -> N
     assert run_folder.is_running({**mine, "launcher_start": 1}) is False  # another process has its number
     assert run_folder.is_running({**mine, "ended": 1.0}) is False
     assert run_folder.is_running({**mine, "boot": "another", "machine": {"host": "elsewhere"}}) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "encrypted", "expected"),
+    [(1, False, ""), (2, False, "none of tensors"), (2, True, "3 MB, about 2 s of a core's time a worker")],
+)
+def test_whether_a_run_was_encrypted_is_told_with_what_it_cost(
+    tmp_path: Path, hosts: int, encrypted: bool, expected: str
+) -> None:
+    write_run(tmp_path)
+    for place in range(2):
+        counted = [["encryption", {"bytes": 1.5e6, "seconds": 1.0 + place}]] if encrypted else []
+        lines = [row(0, 0.1, 0.1, 0.0, 0.0), *counted]
+        write_rank(tmp_path, place, *lines, hosts=hosts, encrypted=encrypted, not_measured=["waiting"])
+    found = read(tmp_path)
+    assert expected in found.encryption
+    assert bool(found.encryption) == bool(expected)
+    assert ("encryption" in dict(list_facts(found))) == bool(expected)

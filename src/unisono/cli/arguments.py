@@ -23,6 +23,7 @@ __all__ = [
     "parse_count",
     "parse_folder",
     "parse_mesh",
+    "parse_ports",
     "parse_seconds",
     "take_behind",
 ]
@@ -177,3 +178,14 @@ def _check_module(name: str, parser: argparse.ArgumentParser) -> None:
     if not found:
         hint = f"; a file is run without -m: unisono run -n 2 {name}" if name.endswith(".py") else ""
         parser.error(f"no module named {top!r} here or among the installed ones{hint}")
+
+
+def parse_ports(text: str) -> str:
+    """A range of ports, as it was written."""
+    from unisono.launchers.runtime.addresses import read_ports
+
+    try:
+        read_ports(text or "none")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a range of ports such as 40000-40100") from None
+    return text

@@ -29,6 +29,7 @@ COMMANDS = {
     "runs": "the runs that are recorded",
     "report": "what a run was and where its time went; two of them compared",
     "scale": "show or change the number of workers of a run with -n MIN:MAX",
+    "join": "have this host take part in a run under way on others",
     "stacks": "show what every worker of a run is doing now",
     "export": "write a checkpoint's model as one safetensors file",
     "compare": "run a script under several methods, and compare",
@@ -45,7 +46,7 @@ COMMANDS = {
 # Commands that share a file of this folder; each of the others has the file of its name. A file is imported when the
 # arguments of one of its commands are needed.
 _FILES = {
-    "under_way": "debug watch top scale stacks",
+    "under_way": "debug watch top scale join stacks",
     "records": "runs report export",
     "methods": "strategies conformance",
     "machine": "lab warm demo doctor",
@@ -65,6 +66,7 @@ examples:
   unisono debug                            stop the workers of a run, see where each is, and ask them
   unisono report last                      what the last run was, and where its time went; unisono runs lists them
   unisono scale 3                          another number of workers, for a run with -n MIN:MAX
+  unisono join 10.0.0.5:40123              have this host take part in a run under way on others
   unisono stacks last                      what every worker of a run is doing now, and who keeps the others waiting
   unisono export run/save m.safetensors    a checkpoint's model as one file
   unisono memory train.py --workers 4      what each worker will need, and the settings that fit

@@ -40,6 +40,7 @@ examples:
 _TAKEN = (  # of the options of `run`
     *("workers", "module", "threads", "output", "warm", "output_dir", "methods", "on", "program", "arguments", "help"),
     *("address", "master", "cpus", "gpus", "hosts", "net", "shaper", "python", "wait_s", "options"),
+    *("encrypt", "interface", "ports"),
 )
 _HARMLESS = ("record", "grace", "balance")  # which nobody needs here
 _GRADES = ("exact", "rounded", "compressed", "other")

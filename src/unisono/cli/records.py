@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unisono.cli.arguments import Command, parse_count
 from unisono.launchers.runtime.run_folder import NoSuchRun, find_run, find_runs_folder, list_runs
@@ -169,10 +169,11 @@ def _write_files(options: argparse.Namespace, readers: list[RunReader], found: l
 # unisono export ---------------------------------------------------------------------------------------------------
 
 _EXPORT = """\
-Write the model of the newest whole checkpoint as one safetensors file, names as in the model's state_dict.
+Write the model of the newest whole checkpoint in another format: as one safetensors file, as a Hugging Face folder, or
+(with the optimizer) as a folder of torch.distributed.checkpoint.
 
-It may be of any strategy, placement and number of workers. The tensors stream, in some ten MiB of memory. Model and
-optimizer in Python: un.read_checkpoint.
+It may be of any strategy, placement and number of workers, and of any of these formats itself. The tensors stream, one
+at a time. Model and optimizer in Python: un.read_checkpoint, un.export.
 """
 _EXPORT_MORE = """\
 exit status: 0; 1 where there is no whole checkpoint; 2 where the file exists.
@@ -180,21 +181,33 @@ exit status: 0; 1 where there is no whole checkpoint; 2 where the file exists.
 examples:
   unisono export run/checkpoint model.safetensors
   unisono export run/checkpoint/step-1200 model.safetensors --overwrite
+  unisono export run/checkpoint ema.safetensors --average
+  unisono export run/checkpoint my-model --format huggingface --dtype bf16 --like base-model
+  unisono export run/checkpoint for-fsdp2 --format dcp
 """
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a folder that un.save wrote to, or one checkpoint in it")
-    parser.add_argument("out", metavar="out.safetensors", help="the file to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    parser.add_argument("checkpoint", help="a folder that un.save wrote to, one checkpoint in it, or another format")
+    parser.add_argument("out", help="the file or folder to write")
+    parser.add_argument("--format", choices=("safetensors", "huggingface", "dcp"), help="default: by the name of out")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights; default: as they are")
+    parser.add_argument("--like", metavar="FOLDER", help="a Hugging Face folder whose config and tokenizer are copied")
+    parser.add_argument("--average", action="store_true", help="the average of the weights that un.average kept")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
 def _run_export(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from unisono.training.checkpoint import CheckpointError
-    from unisono.training.checkpoint.plain import export_model
+    import torch
 
+    from unisono.training.checkpoint import CheckpointError
+    from unisono.training.checkpoint.export import export
+
+    form: Any = options.format or ("safetensors" if "." in Path(options.out).name else None)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[options.dtype]
+    given = {"dtype": dtype, "like": options.like, "overwrite": options.overwrite}
     try:
-        done = export_model(options.checkpoint, options.out, overwrite=options.overwrite)
+        done = export(options.checkpoint, options.out, form, average=options.average, **given)
     except FileExistsError:
         parser.error(f"{options.out} exists: give another name, or --overwrite")
     except (CheckpointError, OSError, ValueError) as error:

@@ -14,12 +14,22 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.cli import rehearsal
-from unisono.cli.arguments import Command, add_methods_option, check_program, parse_count, parse_folder, parse_seconds
+from unisono.cli.arguments import (
+    Command,
+    add_methods_option,
+    check_program,
+    parse_count,
+    parse_folder,
+    parse_ports,
+    parse_seconds,
+)
+from unisono.cli.engine_options import FIELDS
 from unisono.cli.methods import check_strategy
 from unisono.cli.under_way import add_page_options, show_page
+from unisono.cli.vscode import PORT, open_ports
 from unisono.launchers import on
 from unisono.launchers.job import Adapt, ElasticSettings, Job
 from unisono.launchers.output import FOLDER
@@ -58,6 +68,7 @@ workers that come and go, -n MIN:MAX
   --adapt starts MIN workers. One more is added where the last was worth at least 0.3 of a worker, and removed where it
   was worth less than 0.1; what did not pay is tried again later, each time after twice as long. Each decision is a line
   on standard error. --target 12 does so only while fewer than 12 steps a second are made.
+  --later 2 leaves two of the MAX places to hosts that come later by `unisono join`, also without --on.
 
 emulated hosts, --hosts N and --net LINK
   --hosts 4              four hosts of their own on this machine, one worker each; with -n 8 two workers each
@@ -89,6 +100,7 @@ examples:
   unisono run -n 4 --faults "kill 2@40" train.py
   unisono run -n 2:4 train.py
   unisono run -n 1:8 --target 12 train.py
+  unisono run -n 1:4 --later 3 train.py
   unisono run -n 4 --output files --output-dir logs train.py
   unisono run -n 2 -m project.train --lr 0.1
   unisono run -n 4 --hosts 4 --net 100mbit train.py
@@ -98,6 +110,7 @@ examples:
   unisono run --on ssh -n 8 --hosts a:4,b:4 train.py
   unisono run --on ray -n 4 --address auto train.py
   unisono run --on spark -n 4 --master spark://host:7077 train.py
+  unisono run --on kubernetes --print -n 4 --image registry/train:1 train.py | kubectl apply -f -
 """
 
 
@@ -136,6 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_course_options(parser)
     _add_elastic_options(parser)
     _add_engine_options(parser)
+    _add_network_options(parser)
     rehearsal.add_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
@@ -160,14 +174,17 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     least, most = options.workers
     if options.strategy is not None:
         os.environ["UNISONO_STRATEGY"] = options.strategy
-    if options.encrypt:
-        os.environ["UNISONO_ENCRYPT"] = "1"
+    for name, value in (("INTERFACE", options.interface), ("PORTS", options.ports)):
+        if value is not None:
+            os.environ[f"UNISONO_{name}"] = value
+    if options.encrypt is not None:
+        os.environ["UNISONO_ENCRYPT"] = str(int(options.encrypt))
     if options.balance:
         os.environ["UNISONO_BALANCE"] = "1"  # the workers' environment is made from this one
     if options.dry or options.small:
         return rehearsal.rehearse(options, parser)
     elastic = _read_elastic(options, parser, least, most)
-    if options.output == "files" and not options.script and not options.submit:
+    if options.output == "files" and not _only_writes(options):
         _make_output_folder(options.output_dir or FOLDER, parser)
     job = Job(
         [*(["-m"] if options.module else []), options.program, *options.arguments],
@@ -179,6 +196,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         start="warm" if options.warm else "fresh",
         faults=options.faults,
         pdb=options.pdb,
+        debugpy=open_ports(options, parser, most),
         grace_s=options.grace,
     )
     with _recorded(options, job) as job:
@@ -196,13 +214,18 @@ def _make_output_folder(folder: str | Path, parser: argparse.ArgumentParser) -> 
         parser.error(f"--output-dir {folder}: {error.strerror}; name a folder that can be made and written")
 
 
+def _only_writes(options: argparse.Namespace) -> bool:
+    """Whether no worker is started: what a cluster is to start is written."""
+    return bool(options.script or options.submit or options.print)
+
+
 @contextlib.contextmanager
 def _recorded(options: argparse.Namespace, job: Job) -> Iterator[Job]:
     """The job with the folder that it is recorded in; at the end a line says where that is.
 
     Runs that measure something (`unisono plan`, `compare`) have an observer, and are not recorded.
     """
-    if options.script or options.submit:
+    if _only_writes(options):
         yield job
         return
     record = None
@@ -268,10 +291,6 @@ class _NotWritten(Exception):
     """The job script cannot be written."""
 
 
-def _parse_names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
 def _parse_workers(text: str) -> tuple[int | None, int]:
     """The least and the most workers; None: they stay as many as they are.
 
@@ -295,15 +314,19 @@ def _read_elastic(
     }
     adapt = _read_adapt(options, parser)
     if least is None:
-        for name in ("heartbeat", "deadline", "patience", "adapt", "target"):
+        for name in ("heartbeat", "deadline", "patience", "adapt", "target", "later"):
             value = getattr(options, name)
             if value is not None and value is not False:
                 parser.error(f"--{name} goes with -n MIN:MAX")
         return None
     if options.max_restarts:
         parser.error("--max-restarts starts all workers again; with -n MIN:MAX those that are lost are replaced")
+    if options.later and adapt is not None:
+        parser.error(
+            "--adapt and --target start workers as they pay, and those of --later come by themselves: give one of them"
+        )
     try:
-        return ElasticSettings(least, most, adapt=adapt, **given)
+        return ElasticSettings(least, most, adapt=adapt, later=options.later or 0, **given)
     except ValueError as error:
         parser.error(str(error))
 
@@ -320,39 +343,6 @@ def _parse_rate(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"got {text!r}; expected steps a second, such as 12 or 0.5")
     return float(text)
-
-
-def _parse_whole(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number from 0 up")
-    return int(text)
-
-
-_FIELDS: dict[str, dict[str, Any]] = {
-    "address": {"metavar": "HOST:PORT", "help": "a running Ray; default: one for this run (ray)"},
-    "master": {"metavar": "URL", "help": "spark://HOST:PORT, yarn, ...; default: local (spark)"},
-    "cpus": {"type": float, "metavar": "X", "help": "CPUs that a worker takes; default: 1 (ray)"},
-    "gpus": {"type": float, "metavar": "X", "help": "GPUs that a worker takes; default: 0 (ray)"},
-    "hosts": {
-        "type": _parse_names,
-        "metavar": "A,B",
-        "help": "hosts, with slots where given: a:4,b:4 (mpi, slurm, ssh); a number: emulated hosts, see below (lab)",
-    },
-    "net": {"metavar": "LINK", "help": "links of emulated hosts, such as 100mbit or 1gbit,20ms, see below (lab)"},
-    "shaper": {
-        "choices": ("auto", "kernel", "transport"),
-        "help": "what holds bytes back: namespaces and tc, or the workers' transport; default: the kernel, if it can "
-        "(lab)",
-    },
-    "max_restarts": {
-        "type": _parse_whole,
-        "metavar": "K",
-        "help": "start all again after a failure (torchrun, ssh, ray, spark, lab)",
-    },
-    "python": {"metavar": "PATH", "help": "the hosts' Python, where it is another than here (mpi, slurm, ssh)"},
-    "wait_s": {"type": _parse_whole, "metavar": "S", "help": "how long to wait for room (slurm, ray, spark)"},
-    "options": {"type": shlex.split, "metavar": "TEXT", "help": "more options for mpirun, srun, torchrun or ssh"},
-}
 
 
 # Options that a job script has in lines for sbatch, or in a place of its own, or not at all.
@@ -397,6 +387,17 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
         help="where a worker raises, stop all and open the debugger's prompt there (docs/debugger.md)",
     )
     group.add_argument(
+        "--debugpy",
+        action="store_true",
+        help="each worker waits for an editor's debugger; writes .vscode/launch.json (docs/debugger.md)",
+    )
+    group.add_argument(
+        "--debug-port",
+        type=parse_count,
+        metavar="PORT",
+        help=f"where rank 0 waits for it, at 127.0.0.1; the others at the ports after it; default: {PORT}",
+    )
+    group.add_argument(
         "--faults",
         metavar="TEXT",
         help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
@@ -406,12 +407,6 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="un.shard deals every batch by the workers' measured speeds, so that a slow one gets fewer samples; the "
         "same as UNISONO_BALANCE=1",
-    )
-    group.add_argument(
-        "--encrypt",
-        action="store_true",
-        help="encrypt what workers of different hosts send to each other (docs/security.md); the same as "
-        "UNISONO_ENCRYPT=1, and the default if an address is public",
     )
     group.add_argument(
         "--grace",
@@ -449,22 +444,56 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"how long speed is measured, three times or more for a decision; default: {Adapt.window_s:g}s",
     )
+    group.add_argument(
+        "--later",
+        type=parse_count,
+        metavar="K",
+        help="of the MAX places, leave K to hosts that come later: the command for them, `unisono join`, is printed",
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """`--on` and the engines' settings."""
     group = parser.add_argument_group("engines")
     choices = ("local", *on.__all__)
-    group.add_argument("--on", choices=choices, default="local", help="what starts the workers; default: local")
-    for name, how in _FIELDS.items():
+    known = f"what starts the workers: {', '.join(choices)}; default: local"
+    group.add_argument("--on", choices=choices, default="local", metavar="ENGINE", help=known)
+    for name, how in FIELDS.items():
         group.add_argument(f"--{name.removesuffix('_s').replace('_', '-')}", dest=name, **how)
     group.add_argument("--script", metavar="JOB.SH", help="write a script for sbatch and do not run (slurm)")
     group.add_argument("--submit", action="store_true", help="hand the script to sbatch (slurm)")
+    group.add_argument(
+        "--print",
+        action="store_true",
+        help="write the cluster's manifest to standard output and do not run (kubernetes, skypilot)",
+    )
+
+
+def _add_network_options(parser: argparse.ArgumentParser) -> None:
+    """Options on what passes between hosts."""
+    group = parser.add_argument_group("the network between hosts (docs/networks.md)")
+    group.add_argument(
+        "--encrypt",
+        action=argparse.BooleanOptionalAction,
+        help="encrypt all that hosts send to each other, or nothing of it (UNISONO_ENCRYPT=1 or 0); default: "
+        "tensors if hosts are on different networks or have public addresses, all else always",
+    )
+    group.add_argument(
+        "--interface",
+        metavar="CARD",
+        help="network card of the workers: name, address or network (10.0.0.0/24); several with commas: all of them",
+    )
+    group.add_argument(
+        "--ports",
+        type=parse_ports,
+        metavar="A-B",
+        help="ports at which workers and the launcher may listen for other hosts: 40000-40100; default: any",
+    )
 
 
 def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser, job: Job) -> int | None:
     """Run the job as the options say; None where it is a local one."""
-    given = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in FIELDS if getattr(options, name) is not None}
     known = set() if options.on == "local" else {field.name for field in dataclasses.fields(getattr(on, options.on))}
     for name in given:
         if name not in known:
@@ -472,16 +501,26 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
             parser.error(f"--{name.removesuffix('_s').replace('_', '-')} does not go with --on {options.on}{hint}")
     if options.on != "slurm" and (options.script or options.submit):
         parser.error("--script and --submit go with --on slurm")
-    if options.on == "local":
+    if options.print and options.on not in ("kubernetes", "skypilot"):
+        parser.error("--print goes with --on kubernetes or --on skypilot")
+    if options.later and (options.script or options.submit or options.on in ("kubernetes", "skypilot")):
+        parser.error(
+            "--later is for a launcher that runs here: not with --script, --submit, --on kubernetes or skypilot"
+        )
+    if options.on == "local" and not options.later:
         _check_faults(job, parser, job.restarts)
         return None
     from unisono.launchers.engines.engine import EngineError
+    from unisono.launchers.engines.here import Here
 
-    engine: Engine = getattr(on, options.on)(**given)
+    engine: Engine = Here() if options.on == "local" else getattr(on, options.on)(**given)
     _check_faults(job, parser, max(engine.restarts, job.restarts))
     try:
         if options.script or options.submit:
             return _write_script(engine, options, parser, job)
+        if options.print:
+            print(engine.manifest(job), end="")
+            return 0
         return engine.run(job.program, job.workers, job=job)
     except KeyboardInterrupt:  # before the workers are started; from then on the run handles it
         print("unisono: interrupted (SIGINT) before the workers were started", file=sys.stderr)
@@ -509,7 +548,8 @@ def _list_given(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
     for action in parser._actions:
         value = getattr(options, action.dest, None)
         if action.option_strings and action.dest not in _NOT_REPEATED and value not in (None, "", action.default):
-            words += [action.option_strings[-1], *([] if action.nargs == 0 else [str(value)])]
+            name = action.option_strings[0 if value is True else -1]  # --encrypt, --no-encrypt
+            words += [name, *([] if action.nargs == 0 else [str(value)])]
     return words
 
 

@@ -1,4 +1,5 @@
-"""Commands for a run that is under way: its debugger, its number of workers, what they do, and its live page."""
+"""Commands for a run that is under way: its debugger, its number of workers, hosts that join it, what its workers do,
+and its live page."""
 
 from __future__ import annotations
 
@@ -114,7 +115,10 @@ def _change(options: argparse.Namespace) -> None:
 
     pid = find_only_run("--run", elastic=True) if options.pid is None else options.pid
     if options.workers is None:
-        print(ask(pid, {"do": "status"}).describe())
+        status = ask(pid, {"do": "status"})
+        print(status.describe())
+        if status.join:
+            print(f"other hosts: {status.join}")
         return
     now = ask(pid, {"do": "scale", "workers": options.workers})
     while options.wait and now.workers != options.workers:
@@ -123,6 +127,51 @@ def _change(options: argparse.Namespace) -> None:
         if now.wanted != options.workers:
             raise Gone(f"the run aims at {now.wanted} workers now: someone has asked for another number")
     print(now.describe())
+
+
+# unisono join -----------------------------------------------------------------------------------------------------
+
+_JOIN = """\
+Have this host take part in a run under way on others, which was started with `unisono run -n MIN:MAX` and an engine, or
+--later K. The command with the run's address and secret is what `unisono scale` shows on the run's host, and what
+`unisono run --later` prints. This host needs the same folder with the same program, and the same versions of Python,
+torch and Unisono. What its workers write appears where the run was started. Ctrl-C leaves the run, which goes on.
+
+Whoever has the secret can take part in the run and run code in it. So it is no argument: it comes from a file (--secret
+FILE), from standard input (--secret -), or from UNISONO_SECRET.
+"""
+_JOIN_MORE = """\
+exit status: 0 when the run has ended well, 1 where it has failed or this host is refused, 97 where its launcher
+is gone.
+
+examples:
+  unisono join 10.0.0.5:40123 --secret /shared/runs/train/secret
+  unisono join 10.0.0.5:40123 --secret secret -n 2 --wait
+  ssh c 'cd project && unisono join 10.0.0.5:40123 --secret -' < secret
+"""
+
+
+def _add_join(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="ADDRESS", help="of the run's launcher, HOST:PORT")
+    parser.add_argument("-n", "--workers", type=parse_count, default=1, metavar="N", help="workers here; default: 1")
+    parser.add_argument(
+        "--secret", metavar="FILE", help="file with the run's secret, - for standard input; default: UNISONO_SECRET"
+    )
+    parser.add_argument("--wait", action="store_true", help="while the run has all its workers, wait for a free place")
+
+
+def _run_join(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from unisono.launchers.joining import CannotJoin, join_run, parse_address, read_secret
+
+    try:
+        address = parse_address(options.address)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        return join_run(address, read_secret(options.secret), workers=options.workers, wait=options.wait)
+    except CannotJoin as error:
+        print(f"unisono join: {error}", file=sys.stderr)
+        return 1
 
 
 # unisono stacks ---------------------------------------------------------------------------------------------------
@@ -298,6 +347,7 @@ def _say(text: str) -> None:
 
 COMMANDS = {
     "debug": Command(_DEBUG, _DEBUG_MORE, _add_debug, _run_debug),
+    "join": Command(_JOIN, _JOIN_MORE, _add_join, _run_join),
     "scale": Command(_SCALE, _SCALE_MORE, _add_scale, _run_scale),
     "stacks": Command(_STACKS, _STACKS_MORE, _add_stacks, _run_stacks),
     "top": Command(_TOP, _TOP_MORE, _add_top, _run_top),

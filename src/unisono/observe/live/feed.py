@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.launchers.runtime.run_folder import NOISE, SIGNAL, divide_noise
 from unisono.observe.live.bins import BYTES, PARTS, STEPS, Bins, Floats
 from unisono.observe.live.live_run import LiveRun, LiveWorker, Speed
 from unisono.observe.runs.reading import say_mesh_place
@@ -145,12 +146,22 @@ class Feed:
     def _list_metrics(self, *, all_points: bool) -> dict[str, Any]:
         found = {}
         for name, series in self.live.metrics.items():
+            if name in (NOISE, SIGNAL):
+                continue
             since = 0 if all_points else series.changed
             points = [
                 [s, round(t, 3), _short(v), _short(low), _short(high)] for s, t, v, low, high in series.since(since)
             ]
             if points:
                 found[name] = {"how": series.how, "from": since * series.width, "points": points}
+        if NOISE in self.live.metrics and SIGNAL in self.live.metrics:
+            noise, signal = self.live.metrics[NOISE], self.live.metrics[SIGNAL]
+            since = 0 if all_points else min(noise.changed, signal.changed)
+            both = zip(noise.since(since), signal.since(since), strict=False)
+            shown = [(s, t, divide_noise(over, under)) for (s, t, over, *_), (_, _, under, *_) in both]
+            points = [[s, round(t, 3), *[_short(x)] * 3] for s, t, x in shown if x is not None]
+            if points:
+                found["noise scale / batch"] = {"how": "mean", "from": since * noise.width, "points": points}
         return found
 
     def _count_ranks(self, bins: Bins, number: int) -> int:

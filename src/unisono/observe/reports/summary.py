@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.launchers.runtime.run_folder import SUMMED
+from unisono.launchers.runtime.run_folder import NOISE, SIGNAL, SUMMED, divide_noise
 from unisono.observe.reports.pipelines import PipelineSummary, describe_mesh, summarise_pipeline
 from unisono.observe.reports.trace import find_waits
 from unisono.observe.reports.verdicts import Slowest, find_changes, find_slowest, find_verdicts
 from unisono.observe.runs.reading import RankLog, RunReader, say_mesh_place
-from unisono.units import as_json
+from unisono.units import as_json, show_bytes, show_duration
 
 __all__ = ["PARTS", "MetricSummary", "RankSummary", "SpeedUp", "Summary", "compare_with", "show_time", "summarise"]
 
@@ -123,6 +123,7 @@ class Summary:
     metrics: list[MetricSummary]
     verdicts: list[dict[str, Any]]
     changes: list[dict[str, Any]]
+    encryption: str = ""  # between hosts: whether, and what it cost
     mesh: str = ""  # "data=2, tensor=1, pipeline=2"
     pipeline: PipelineSummary | None = None
 
@@ -139,10 +140,17 @@ class Summary:
         found = next((metric.last for metric in self.metrics if metric.name == "loss"), math.nan)
         return None if math.isnan(found) else found
 
+    @property
+    def noise_batches(self) -> float | None:
+        """The gradient noise scale in global batches, as last measured (see `methods.exchange.noise_scale`)."""
+        last = {metric.name: metric.last for metric in self.metrics if metric.name in (NOISE, SIGNAL)}
+        return divide_noise(last.get(NOISE, math.nan), last.get(SIGNAL, math.nan))
+
     def as_json(self) -> dict[str, Any]:
         """The whole summary as JSON can hold it."""
         found: dict[str, Any] = as_json(asdict(self))
         found["samples_a_second"], found["loss"] = self.samples_a_second, self.loss
+        found["noise_batches"] = self.noise_batches
         return found
 
 
@@ -192,6 +200,7 @@ def summarise(reader: RunReader) -> Summary:
         metrics=_summarise_metrics(reader),
         verdicts=find_verdicts(reader),
         changes=find_changes(reader),
+        encryption=_describe_encryption(logs),
         mesh=describe_mesh(header),
         pipeline=summarise_pipeline(logs),
     )
@@ -250,6 +259,22 @@ def _settle_waiting(logs: Sequence[RankLog], ranks: Sequence[RankSummary]) -> tu
         rank.cost["communication"] -= waited
         rank.cost["waiting"] += waited
     return not_measured, [f"between hosts, waiting is worked out from all ranks' arrivals in {steps} steps"]
+
+
+def _describe_encryption(logs: Sequence[RankLog]) -> str:
+    """Whether what passed between hosts was encrypted, and how long that took; empty for one host."""
+    known = [log for log in logs if int(log.header.get("hosts") or 1) > 1 and "encrypted" in log.header]
+    if not known:
+        return ""
+    if not any(log.header["encrypted"] for log in known):
+        return "none of tensors between hosts: one private network, or --no-encrypt"
+    counted = [log.encryption for log in known if log.encryption]
+    if not counted:
+        return "all that passes between hosts"
+    nbytes = sum(one.get("bytes", 0.0) for one in counted)
+    seconds = max(one.get("seconds", 0.0) for one in counted)
+    cost = f"about {show_duration(seconds)} of a core's time a worker"
+    return f"all that passes between hosts: {show_bytes(nbytes)}, {cost}"
 
 
 # Speed-up ------------------------------------------------------------------------------------------------------------

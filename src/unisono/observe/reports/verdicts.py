@@ -17,7 +17,7 @@ __all__ = ["Slowest", "describe", "find_changes", "find_slowest", "find_verdicts
 
 ABOUT_EQUAL = 1.1
 _VERDICTS = ("verdict", "straggler", "hang", "fault")
-_CHANGES = ("worker lost", "worker joined", "world", "straggler over", "shares", "strategy")
+_CHANGES = ("worker lost", "worker joined", "world", "straggler over", "shares", "strategy", "outlier")
 _TOLD = ("time", "kind", "step", "rank", "pid", "text")
 _MOST = 200
 

@@ -11,6 +11,7 @@ __all__ = [
     "conclude",
     "count_classes",
     "describe_balance",
+    "describe_noise",
     "describe_outcome",
     "describe_speed_up",
     "list_differences",
@@ -50,12 +51,27 @@ def list_facts(found: Summary) -> list[tuple[str, str]]:
         ("method", found.strategy or "not known"),
         ("mesh", found.mesh),
         ("workers", f"{found.workers}{where}" + (f", {', '.join(found.devices[:3])}" if found.devices else "")),
+        ("encryption", found.encryption),
         ("steps", f"{found.steps:,}{samples}"),
+        ("noise scale", describe_noise(found)),
         ("model", "not known" if found.parameters is None else f"{found.parameters:,} parameters"),
         ("versions", ", ".join(f"{name} {text}" for name, text in found.versions.items()) or "not known"),
         ("folder", found.folder),
     ]
     return [(name, text) for name, text in facts if text]
+
+
+def describe_noise(found: Summary) -> str:
+    """How large a batch would still save steps; empty where that was not measured."""
+    batches = found.noise_batches
+    if batches is None:
+        return ""
+    samples = f", about {batches * found.samples_a_step:,.3g} samples" if found.samples_a_step else ""
+    if batches > 2:
+        means = "a larger batch would save steps nearly in proportion"
+    else:
+        means = "a larger batch saves few steps" if batches < 0.5 else "the batch is about as large as pays"
+    return f"{batches:.3g} times the global batch{samples}: {means}"
 
 
 def conclude(found: Summary) -> str:

@@ -91,6 +91,7 @@ class RankLog:
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
     tags: dict[str, int] = field(default_factory=dict)  # bytes sent so far, by tag
     data: dict[str, Any] = field(default_factory=dict)  # samples, classes, seconds
+    encryption: dict[str, float] = field(default_factory=dict)  # bytes that it encrypted, and the seconds that took
     pipeline: dict[str, Any] = field(default_factory=dict)  # how long it stood still in a pipeline, and why
     spans: deque[tuple[str, int, float, float]] = field(default_factory=lambda: deque(maxlen=20_000))
     records: deque[tuple[Any, ...]] = field(default_factory=lambda: deque(maxlen=20_000))
@@ -296,6 +297,8 @@ class RunReader:
             rank.tags = dict(sums)
         elif kind == "data":
             rank.data = dict(line[1])
+        elif kind == "encryption":
+            rank.encryption = {str(k): float(v) for k, v in line[1].items()}
         elif kind == "pipeline":
             rank.pipeline = dict(line[1])
         elif kind == "span":

@@ -38,7 +38,7 @@ LOSS = "loss"
 DETAILED_STEPS = 5_000  # each a line of its own
 DETAILED_VALUES = 20_000  # of metrics, likewise
 DETAILED_EVENTS = 2_000
-KEPT_KINDS = ("verdict", "straggler", "straggler over", "shares", "world", "fault", "worker lost")
+KEPT_KINDS = ("verdict", "straggler", "straggler over", "shares", "world", "fault", "worker lost", "outlier")
 LONGEST_EVENT = 4_000  # characters
 SUMS_EVERY_S, SUMS_GROWTH = 5.0, 1.1  # bytes by tag and samples: the sums so far
 TRACED_STEPS, TRACED_FIRST, TRACED_ENTRIES = 100, 20, 5_000  # written with all collectives: the last, and the first
@@ -125,6 +125,7 @@ class Recorder:
         self._rows: list[Row] = []
         self._events: list[Event] = []
         self._values: list[Pending] = []
+        self.last_loss: Tensor | None = None  # that backward was called on, in the step that ended last
         self._losses: Losses | None = None  # None: the program logs its loss itself
         self._steps_left, self._values_left, self._events_left = DETAILED_STEPS, DETAILED_VALUES, DETAILED_EVENTS
         self._since = self._sums_at = self.ledger.clock()
@@ -145,6 +146,7 @@ class Recorder:
         self._rows.append(row)
         if self._losses is not None and (losses := self._losses.take()):
             loss = losses[0] if len(losses) == 1 else torch.stack([x.float().reshape(()) for x in losses]).mean()
+            self.last_loss = loss
             self._values.append(Pending(row.step + 1, row.start + row.wall, start_copies({LOSS: loss}), noticed=True))
         if row.start + row.wall >= self._due:
             self.write()
@@ -258,6 +260,7 @@ class Recorder:
                 "place": self.place,
                 "host": world.host,
                 "hosts": len(set(world.hosts)),
+                **({} if world.transport is None else {"encrypted": world.transport.is_encrypted}),
                 "machine": socket.gethostname(),
                 "boot": find_boot(),
                 "pid": self._pid,
@@ -317,6 +320,12 @@ class Recorder:
         data, totals = _count_data(self.world), self.ledger.totals()
         if data or totals.data:
             lines.append(_line("data", {**data, "seconds": round(totals.data, 6), "steps": totals.steps}))
+        if self.world.transport is not None and self.world.transport.is_encrypted:
+            from unisono.world.transports.sealing import measure_speed
+            from unisono.world.transports.socket_links import count_encrypted_bytes
+
+            nbytes = count_encrypted_bytes()
+            lines.append(_line("encryption", {"bytes": nbytes, "seconds": round(nbytes / measure_speed(), 3)}))
         return lines + [_line(name, as_json(read())) for name, read in list(self.ledger.accounts.items())]
 
     def _write_trace(self, steps: int) -> list[str]:

@@ -1,4 +1,5 @@
-"""Where metrics go beside the run's folder: TensorBoard, a Prometheus endpoint, Weights & Biases, MLflow.
+"""Where metrics go beside the run's folder: TensorBoard, a Prometheus endpoint, Weights & Biases, MLflow,
+OpenTelemetry, and loggers of the user's own.
 
 Each is fed by one process of its own (feeding.py), through its own library where it needs one. No torch.
 """
@@ -6,6 +7,7 @@ Each is fed by one process of its own (feeding.py), through its own library wher
 from __future__ import annotations
 
 import http.server
+import importlib
 import importlib.util
 import math
 import os
@@ -22,6 +24,8 @@ __all__ = [
     "LOG",
     "Asked",
     "MLflow",
+    "OpenTelemetry",
+    "Own",
     "Prometheus",
     "Sink",
     "TensorBoard",
@@ -34,12 +38,19 @@ __all__ = [
 LOG = "UNISONO_LOG"
 PORT = 9400
 _A_REQUEST = 1000
-_MODULES = {"tensorboard": "tensorboard", "prometheus": "", "wandb": "wandb", "mlflow": "mlflow"}
+_MODULES = {
+    "tensorboard": "tensorboard",
+    "prometheus": "",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "otel": "opentelemetry.sdk.metrics",
+}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One that was asked for: its name, and for Prometheus where it is to listen."""
+    """One that was asked for: its name, and for Prometheus where it is to listen. A name such as "module:function" is
+    a logger of the user's own."""
 
     name: str
     host: str = "127.0.0.1"
@@ -59,18 +70,39 @@ def read_asked(text: str) -> list[Asked]:
     found = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, _, rest = word.partition(":")
+        if name not in _MODULES and rest.isidentifier():
+            found.append(_find_own(word))
+            continue
         if name not in _MODULES:
             raise ValueError(f"got {word!r} to log to; expected some of {', '.join(_MODULES)}, separated by commas")
         if rest and name != "prometheus":
             raise ValueError(f"got {word!r}; only prometheus takes a port, as in prometheus:{PORT}")
         module = _MODULES[name]
-        if module and importlib.util.find_spec(module) is None:
+        if module and not _is_installed(module):
             raise ValueError(f'{name} is not installed here: pip install "unisono[{name}]"')
         host, _, port = rest.rpartition(":")
         if rest and not (port.isdecimal() and int(port) < 65536):
             raise ValueError(f"got {word!r}; expected prometheus:PORT or prometheus:ADDRESS:PORT")
         found.append(Asked(name, host or "127.0.0.1", int(port) if rest else PORT))
     return found
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would lie in
+        return False
+
+
+def _find_own(word: str) -> Asked:
+    """A logger of the user's own, which is there and can be called."""
+    try:
+        made = getattr(importlib.import_module(word.partition(":")[0]), word.partition(":")[2])
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"got {word!r} to log to, a function in a module, and there is none: {error}") from None
+    if not callable(made):
+        raise ValueError(f"got {word!r} to log to, which is no function")
+    return Asked(word)
 
 
 class Sink(ABC):
@@ -99,8 +131,9 @@ def open_sink(asked: Asked, reader: RunReader) -> Sink:
         "prometheus": Prometheus,
         "wandb": WandB,
         "mlflow": MLflow,
+        "otel": OpenTelemetry,
     }
-    return make[asked.name](asked, reader)
+    return make.get(asked.name, Own)(asked, reader)
 
 
 class TensorBoard(Sink):
@@ -183,6 +216,53 @@ class MLflow(Sink):
 
     def close(self, outcome: str) -> None:
         self._client.set_terminated(self._id, status={"ok": "FINISHED"}.get(outcome, "FAILED"))
+
+
+class OpenTelemetry(Sink):
+    """Gauges `unisono.NAME` for a collector; where that is, is set by OTEL_EXPORTER_OTLP_ENDPOINT and its kin."""
+
+    def __init__(self, asked: Asked, reader: RunReader) -> None:
+        super().__init__(asked, reader)
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+        self._provider: Any = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())])
+        self._meter: Any = self._provider.get_meter("unisono")
+        self._gauges: dict[str, Any] = {}
+        self._labels = {"run": str(reader.run.get("name", reader.folder.name))}
+
+    def add(self, step: int, unix: float, values: Mapping[str, float]) -> None:
+        for name, value in {"step": step, **values}.items():
+            if name not in self._gauges:
+                self._gauges[name] = self._meter.create_gauge(f"unisono.{name.replace('/', '.')}")
+            self._gauges[name].set(value, self._labels)
+
+    def flush(self) -> None:
+        """See Sink: the library sends by itself, every OTEL_METRIC_EXPORT_INTERVAL milliseconds."""
+
+    def close(self, outcome: str) -> None:
+        self._provider.shutdown()
+
+
+class Own(Sink):
+    """A logger of the user's own: `function(settings)` gives an object with `log(values, step=...)` and perhaps
+    `finish()`, as the runs of wandb and of many others have them."""
+
+    def __init__(self, asked: Asked, reader: RunReader) -> None:
+        super().__init__(asked, reader)
+        module, _, name = asked.name.partition(":")
+        self._run: Any = getattr(importlib.import_module(module), name)(describe_run(reader))
+
+    def add(self, step: int, unix: float, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def flush(self) -> None:
+        """See Sink: a library sends by itself."""
+
+    def close(self, outcome: str) -> None:
+        if hasattr(self._run, "finish"):
+            self._run.finish()
 
 
 class Prometheus(Sink):

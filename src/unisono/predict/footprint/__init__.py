@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.methods.hybrid.axes import choose_sizes
+from unisono.methods.joined_optimizers import join_optimizers
 from unisono.predict.footprint.facts import MeshShare, find_facts, format_error, trace_step
 from unisono.predict.footprint.formula import StepMemory
 from unisono.predict.footprint.memory_report import Comparison, MemoryReport, find_capacity
@@ -20,7 +22,7 @@ __all__ = ["Comparison", "MemoryReport", "memory"]
 
 def memory(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     batch: Any = None,
     loss: Loss | None = None,
@@ -60,7 +62,8 @@ def memory(
     >>> report.fits()[0]
     'zero(stage=1)'
     """
-    _check(model, optimizer, workers, workers_per_host)
+    optimizer = None if optimizer is None else join_optimizers(optimizer)
+    _check(model, workers, workers_per_host)
     if workers % (tensor * pipeline):
         choose_sizes(workers, data=None, tensor=tensor, pipeline=pipeline)
     there = find_capacity(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
@@ -84,11 +87,9 @@ def memory(
     return MemoryReport(facts, there, workers, (*left_out, *more), title=title, mesh=(tensor, pipeline))
 
 
-def _check(model: nn.Module, optimizer: Optimizer | None, workers: int, workers_per_host: int | None) -> None:
+def _check(model: nn.Module, workers: int, workers_per_host: int | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no trainable parameters: there is nothing to train")
     for name, value in (("workers", workers), ("workers_per_host", workers_per_host)):

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from unisono.methods.hybrid import tensor_plan
 from unisono.methods.hybrid.pipeline import AHEAD, check_schedule
-from unisono.methods.strategies.zero.units import Unit, unit_bytes_for, units_by_module, units_by_size
+from unisono.methods.joined_optimizers import describe_optimizer, members_of
+from unisono.methods.offload.kinds import find_kinds
+from unisono.methods.strategies.zero.units import Members, Unit, unit_bytes_for, units_by_module, units_by_size
 from unisono.predict.costs.pipelines import count_under_way
 from unisono.predict.footprint.formula import DEFAULTS, ModelFacts, StepMemory, UnitSizes
 from unisono.predict.footprint.trace import (
@@ -45,9 +47,14 @@ def find_facts(
         state = trace_optimizer(optimizer, params, mode=make_fake_mode())
     except Exception as error:
         state = OptimizerState()
-        left_out.append(
-            f"the state of {type(optimizer).__name__}: its step does not run on fake tensors ({format_error(error)})"
-        )
+        name, why = describe_optimizer(optimizer), format_error(error)
+        left_out.append(f"the state of {name}: its step does not run on fake tensors ({why})")
+    try:
+        kinds = find_kinds(optimizer)
+    except (TypeError, ValueError) as error:
+        kinds = {}
+        left_out.append(f"zero and shared, which refuse this optimizer: {error}")
+    members = {p: i for i, one in enumerate(members_of(optimizer)) for g in one.param_groups for p in g["params"]}
     seen = {id(b): b for b in model.buffers()}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     shapes = [(name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in named]
@@ -61,11 +68,12 @@ def find_facts(
         state_bytes=state.element_bytes,
         state_other_bytes=state.other_bytes,
         step_bytes=state.step_bytes,
-        units_by_size=_measure_units_by_size(model),
-        units_by_module=_measure_units_by_module(model),
+        units_by_size=_measure_units_by_size(model, members),
+        units_by_module=_measure_units_by_module(model, members),
         step_memory=step_memory,
         device="cpu" if params[0].is_meta else params[0].device.type,
         backwards=backwards,
+        whole=tuple(tuple(p.shape) for p in trainable if kinds.get(p) == "tensors"),
         shapes=tuple((name, nn.Parameter(x, requires_grad=False)) for name, x in shapes),
     )
     if (share.tensor, share.pipeline) == (1, 1):
@@ -74,15 +82,17 @@ def find_facts(
     return facts, [*left_out, *notes]
 
 
-def _measure_units_by_size(model: nn.Module) -> UnitSizes:
+def _measure_units_by_size(model: nn.Module, members: Members) -> UnitSizes:
     """Sizes of the units that stages 1 and 2 of zero reduce."""
-    units = units_by_size(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
+    nbytes = unit_bytes_for(model, DEFAULTS["unit_bytes"])
+    units = units_by_size(model, nbytes, dtype=None, size=1, rank=0, members=members)
     return UnitSizes(0, tuple(sorted((u.numel for u in units), reverse=True)), _count_waiting(units))
 
 
-def _measure_units_by_module(model: nn.Module) -> UnitSizes:
+def _measure_units_by_module(model: nn.Module, members: Members) -> UnitSizes:
     """Sizes of the units that stage 3 of zero gathers and reduces."""
-    units = units_by_module(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
+    nbytes = unit_bytes_for(model, DEFAULTS["unit_bytes"])
+    units = units_by_module(model, nbytes, dtype=None, size=1, rank=0, members=members)
     sizes: dict[nn.Module | None, int] = {None: 0}
     for unit in units:
         sizes[unit.owner] = sizes.get(unit.owner, 0) + unit.numel

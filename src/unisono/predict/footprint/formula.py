@@ -18,11 +18,15 @@ its reduced gradient (m = 0 where the master is the computing copy itself):
     params_on=cpu      c T/N of stage 3: host            and gradients: c (g where several passes add up)
     params_on=disk     the master is read: nothing more  host: gradients as above, and bounded buffers
     spare              (m + o + g) T/N more              stage 3: (m or c, + o + g) T/N more, and the frozen part again
+    within             G workers a group instead of N    and what the reducer across keeps, of T/G
+    gather=int8        m = 4 at stages 1, 2              + codes of the unit that is gathered
+    reducer            and what that keeps, of T         what was left out of every other worker's part
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -32,14 +36,17 @@ import torch
 from unisono.methods.buckets import BUCKET_BYTES, Bucket, group_into_buckets, on_device
 from unisono.methods.offload.chunks import CHUNK_BUFFERS, CHUNK_ELEMENTS
 from unisono.methods.offload.device import STAGING_BUFFERS
+from unisono.methods.offload.kinds import choose_owners
 from unisono.methods.offload.plan import BLOCK_ELEMENTS, staged_share
 from unisono.methods.reducer import Reducer, kept_bytes
 from unisono.methods.strategies.shared.step import OWN_TILE_BYTES
 from unisono.methods.strategies.zero import zero
+from unisono.methods.strategies.zero.codes import CODE_BYTES
 from unisono.methods.strategies.zero.gather import UNITS_GATHERED
 from unisono.methods.strategies.zero.offloading import MOMENTS
 from unisono.methods.strategies.zero.reduce import LINES_IN_FLIGHT
 from unisono.methods.strategies.zero.replica import DTYPES
+from unisono.methods.strategies.zero.scatter import build_scattered
 from unisono.methods.strategy import Keeps
 
 CORES = 16  # of the host beside a GPU, which is seldom this one; the link's threads take one of them
@@ -92,8 +99,18 @@ class ModelFacts:
     step_memory: StepMemory | None  # None: not known
     device: str = "cpu"
     backwards: int = 1  # backward passes a step
+    whole: tuple[tuple[int, ...], ...] = ()  # shapes of trainable tensors that the optimizer steps whole
     # The trainable parameters by name, without memory.
     shapes: tuple[tuple[str, torch.nn.Parameter], ...] = field(default=(), compare=False, repr=False)
+
+    def count_share(self, workers: int) -> int:
+        """Trainable elements of the worker that has most, where they are split: an equal part, and of tensors that are
+        stepped whole those that it owns."""
+        elements = [math.prod(shape) for shape in self.whole]
+        owned = [0] * workers
+        for count, owner in zip(elements, choose_owners(self.whole, workers), strict=True):
+            owned[owner] += count
+        return -(-(self.trainable - sum(elements)) // workers) + max(owned)
 
     def count_kept(self, reducer: Reducer | None) -> int:
         """What a reducer keeps from step to step: residuals, factors and the like."""
@@ -142,8 +159,14 @@ def compute_need(
     per_host: workers of a host; None: all.
     """
     if keeps.stage:
-        one_host = not apart and facts.device == "cpu" and (per_host or workers) >= workers
-        return _compute_zero(facts, keeps, workers, overlap=overlap and workers > 1, apart=apart, one_host=one_host)
+        near = per_host or workers
+        shards = keeps.count_shards(workers, min(near, workers))
+        one_host = not apart and facts.device == "cpu" and near >= shards
+        need = _compute_zero(facts, keeps, shards, overlap=overlap and workers > 1, apart=apart, one_host=one_host)
+        kept = facts.count_kept(keeps.across) // shards if workers > shards else 0
+        if reducer is not None and not reducer.exact and shards > 1:
+            kept += facts.count_kept(build_scattered(reducer))
+        return replace(need, buffers=need.buffers + kept)
     if keeps.once_a_host and workers > 1:
         return _compute_shared(facts, keeps, reducer, workers, per_host or workers)
     return _compute_allreduce(facts, keeps, reducer, workers)
@@ -188,11 +211,12 @@ def _compute_zero(facts: ModelFacts, keeps: Keeps, workers: int, *, overlap: boo
 
     # device: parameters, and the units that are gathered
     here = keeps.params_on == "device"
-    once = one_host and not away and not keeps.spare  # values that all workers of the host have together
+    coded = keeps.gather is not None and workers > 1
+    once = one_host and not away and not keeps.spare and not coded  # values that all workers of the host have together
     values = compute * (sizes.shard if keeps.stage == 3 or once else facts.trainable) if here else 0
     frozen = sizes.frozen if here else 0
     gathered = compute * (units.root + sum(units.others[: UNITS_GATHERED if overlap else 1]))
-    gathered = gathered if keeps.stage == 3 else 0
+    gathered = (gathered if keeps.stage == 3 else 0) + (CODE_BYTES * units.largest if coded else 0)
     # device: gradients that stay, those that wait until their unit is complete, and those being reduced
     passes = max(keeps.accumulate, facts.backwards)
     whole = compute * facts.trainable if keeps.stage == 1 and passes > 1 else 0
@@ -202,7 +226,8 @@ def _compute_zero(facts: ModelFacts, keeps: Keeps, workers: int, *, overlap: boo
     kept = compute * units.largest / workers if away and passes == 1 else sizes.step * sizes.shard
     # device: what the optimizer needs there; the others are gone when it steps
     copies = 2 if keeps.spare and workers > 1 else 1  # of what is split: my part, and another worker's
-    temporary = 0 if away else copies * facts.step_bytes * sizes.step / sizes.own / workers
+    divided = 1 if facts.whole else workers  # a tensor that is stepped whole takes as much on its owner
+    temporary = 0 if away else copies * facts.step_bytes * sizes.step / sizes.own / divided
     stepping = temporary + step_memory.rest - waiting - gathered
     staged = STAGED if away and here and apart and keeps.optimizer_on == "cpu" else 0.0
     passing = min(STAGING_BUFFERS * min(BLOCK_ELEMENTS, staged * units.largest / workers), staged * sizes.shard)
@@ -239,9 +264,11 @@ def _compute_sizes(facts: ModelFacts, keeps: Keeps, workers: int) -> _Sizes:
     compute = DTYPES[keeps.precision].itemsize if keeps.precision else own
     step = max(MASTER_BYTES, compute)
     wide, away = step != compute, keeps.optimizer_on != "device"
-    shard = -(-facts.trainable // workers)
+    shard = facts.count_share(workers)
+    part = shard / max(1, facts.trainable) if facts.whole else 1 / workers
     moment = step if keeps.moments == DEFAULTS["moments"] else MOMENTS[keeps.moments].itemsize
-    state = (step * shard if wide or away else 0) + moment * facts.state_elements / workers
+    apart = wide or away or (keeps.gather is not None and keeps.stage < 3 and workers > 1)
+    state = (step * shard if apart else 0) + moment * facts.state_elements * part
     frozen = DTYPES[keeps.precision].itemsize * facts.frozen if keeps.precision else facts.frozen_bytes
     return _Sizes(own, compute, step, wide, shard, state, -(-frozen // (workers if keeps.stage == 3 else 1)))
 
@@ -264,13 +291,14 @@ def _compute_elsewhere(keeps: Keeps, sizes: _Sizes, largest: int, *, staged: flo
     return lines + min(buffers, sizes.state), sizes.state
 
 
-def list_settings(workers: int, *, device_is_host: bool, half: bool = True) -> list[str]:
+def list_settings(workers: int, *, device_is_host: bool, half: bool = True, whole: bool = False) -> list[str]:
     """Specs of every stage and placement, the fastest first.
 
     What stays on the device comes before what goes to the host, and that before what goes to disk; in each of these
     fp32 moments before 16-bit ones, the model's own precision before bf16, and less traffic between workers (stages 1
     and 2 as much as allreduce, stage 3 half as much again) before more. `half` leaves bf16 in; where the device's
-    memory is the host's own, moving things to the host gains nothing and is left out.
+    memory is the host's own, moving things to the host gains nothing and is left out. `whole`: some tensors are stepped
+    whole, which cannot be done on disk.
     """
     found = ["shared", "allreduce"] if device_is_host and workers > 1 else ["allreduce"]
     places = [
@@ -278,7 +306,7 @@ def list_settings(workers: int, *, device_is_host: bool, half: bool = True) -> l
     ]  # fmt: skip
     precisions: list[str | None] = [None, *DTYPES] if half else [None]
     for optimizer_on, params_on in places:
-        if device_is_host and "cpu" in (optimizer_on, params_on):
+        if (device_is_host and "cpu" in (optimizer_on, params_on)) or (whole and optimizer_on == "disk"):
             continue
         for moments, precision in product(MOMENTS, precisions):
             if optimizer_on == "device" and (moments != DEFAULTS["moments"] or (workers == 1 and precision is None)):

@@ -142,7 +142,8 @@ class MemoryReport:
     def rows(self) -> list[SettingRow]:
         """Every stage and placement, the fastest first."""
         half = self.facts.trainable_bytes > HALF_BYTES * self.facts.trainable
-        settings = list_settings(self.replicas, device_is_host=self.machine.device is None, half=half)
+        whole = bool(self.facts.whole)
+        settings = list_settings(self.replicas, device_is_host=self.machine.device is None, half=half, whole=whole)
         needs = [(spec, self.need(spec)) for spec in settings]
         return [SettingRow(spec, need, describe_shortage(need, self.machine)) for spec, need in needs]
 

@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from unisono.methods.joined_optimizers import members_of
+
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
@@ -281,7 +283,16 @@ def _sum_outputs(out: Any) -> Tensor:
 
 
 def trace_optimizer(optimizer: Optimizer, params: Sequence[Tensor], *, mode: FakeTensorMode) -> OptimizerState:
-    """Run one step of a copy of `optimizer` over fakes of those of its parameters that are in `params`."""
+    """Run one step of a copy of `optimizer` over fakes of those of its parameters that are in `params`; of several that
+    were joined, one after the other."""
+    if len(members := members_of(optimizer)) > 1:
+        every = [trace_optimizer(member, params, mode=mode) for member in members]
+        return OptimizerState(
+            sum(one.elements for one in every),
+            sum(one.element_bytes for one in every),
+            sum(one.other_bytes for one in every),
+            max(one.step_bytes for one in every),
+        )
     known = set(params)
     groups, fakes = [], []
     for group in optimizer.param_groups:

@@ -150,6 +150,25 @@ def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | N
 
 
 def _advise_batch(measured: Measured, first: Ranked) -> list[str]:
+    """How large a batch saves time, and how large a one saves steps."""
+    return [*_advise_batch_by_time(measured, first), *_advise_batch_by_noise(measured)]
+
+
+def _advise_batch_by_noise(measured: Measured) -> list[str]:
+    """By the gradient noise scale, roughly: few steps were measured, near the start of the training."""
+    if measured.noise_batches is None:
+        return []
+    samples = ""
+    if measured.batch is not None:
+        samples = f" ({measured.noise_batches * measured.batch * measured.ranks:,.2g} samples)"
+    return [
+        f"The gradient noise scale is about {measured.noise_batches:.2g} times the global batch{samples}: up to there "
+        "a larger batch saves steps nearly in proportion, beyond it few. Measured in a few first steps; it grows as "
+        "the loss falls, and `unisono report` has it of a whole run."
+    ]
+
+
+def _advise_batch_by_time(measured: Measured, first: Ranked) -> list[str]:
     """A larger batch, or accumulation, where communication takes much of a step."""
     timing = first.prediction.timing
     waits = timing.exposed + timing.compression
@@ -263,6 +282,11 @@ def _describe_network(measured: Measured) -> str:
         f"{link['first']} - {link['second']}: {show_s(link['latency_s'])}, {show_bits(link['bits_per_s'])}"
         for link in measured.links
     ]
+    if found := measured.encryption:
+        plain, sealed = show_bits(found["plain_bits_per_s"]), show_bits(found["encrypted_bits_per_s"])
+        how = f"encrypted, {sealed}; {plain} without (--no-encrypt)"
+        how = how if found["is_on"] else f"not encrypted, {plain}; {sealed} with --encrypt"
+        lines.append(f"between hosts: {how}")
     for op, (latency_s, s_per_byte) in sorted(measured.network.fitted.items()):
         rate = f"{show_bits(8 / s_per_byte)}" if s_per_byte else "any rate"
         lines.append(f"{op}: {show_s(latency_s)} + bytes at {rate}")

@@ -50,12 +50,14 @@ class Measured:
     batch: int | None = None
     network: Network | None = None
     links: list[dict[str, Any]] = field(default_factory=list)
+    encryption: dict[str, Any] = field(default_factory=dict)  # of probe.EncryptionCost; empty for one host
     methods: list[MeasuredMethod] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
     unfinished: str = ""  # what was still to be measured when the program ended
     settings: list[str] = field(default_factory=list)  # of `un.memory`, that fit, where memory is short
     stages: dict[str, Any] = field(default_factory=dict)  # of a pipeline, as measured on rank 0 (see `meshes`)
+    noise_batches: float | None = None  # the gradient noise scale, in global batches
     tensor: dict[str, Any] = field(default_factory=dict)  # of a tensor axis, likewise
 
     @property

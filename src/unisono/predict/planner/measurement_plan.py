@@ -33,8 +33,10 @@ from torch.optim import Optimizer
 
 from unisono.background import watched_by
 from unisono.launchers.runtime.machine import host_bytes, read_boot_id
+from unisono.launchers.runtime.run_folder import divide_noise
 from unisono.launchers.runtime.variables import read_observer_settings
 from unisono.methods.facts import Convergence
+from unisono.methods.joined_optimizers import describe_optimizer
 from unisono.methods.model_copies import add_hook
 from unisono.methods.spec import build, describe
 from unisono.methods.strategy import Replica, Strategy
@@ -56,6 +58,7 @@ _BARE = 3
 _MOST_TRACED = 8  # steps a method, after a first one: as many as fit into
 _ENOUGH_S = 0.8
 _ROUNDS = 2
+_NEVER = 1 << 30  # in steps that are timed
 _VERIFIED = 3  # steps of a method in a round, after a first one
 _MOST_PROBED = 8 << 20
 _SHORT = 0.8  # of a worker's memory: from here on it is short
@@ -103,7 +106,7 @@ class MeasurementPlan:
             sum(p.numel() for p in params),
             sum(p.numel() * p.element_size() for p in params),
             learning_rate=None if rate is None else float(rate),
-            optimizer=type(optimizer).__name__,
+            optimizer=describe_optimizer(optimizer),
         )
         self._began = time.monotonic()
         since = time.time() - settings.started if settings.started is not None else 0.0
@@ -151,9 +154,10 @@ class MeasurementPlan:
         yield from self._measure_bare()
         self._tell("the network")
         most = min(self.measured.gradient_bytes, _MOST_PROBED)
-        network, links = probe(self.world, most)
+        network, links, encryption = probe(self.world, most)
         self.measured.network = network
         self.measured.links = [vars(link) for link in links]
+        self.measured.encryption = {} if encryption is None else vars(encryption)
         predicted = [c for c in self._candidates if not c.unpredicted and not c.is_of_torch]
         for i, candidate in enumerate(predicted):
             left_s = self.settings.budget_s - self._before_s - (time.monotonic() - self._began)
@@ -263,14 +267,24 @@ class MeasurementPlan:
         first = choose(self.measured, self.settings.allow).ranked[: self.settings.verify]
         chosen = self.world.broadcast_object([row.spec for row in first])
         taken: dict[str, list[float]] = {spec: [] for spec in chosen}
+        noises: list[tuple[float, float]] = []  # and signals
         for turn in range(_ROUNDS):
             for spec in chosen:
                 self._tell(f"verifying {spec} ({turn + 1} of {_ROUNDS})")
                 self.replica.replace(lambda spec=spec: self._bind(build(spec, kind="strategy"), self.world))  # type: ignore[misc]
+                noise = self.replica.inner.noise
+                if noise is not None:  # in this step, which is not timed
+                    noise.every = 1
                 yield
+                if noise is not None:
+                    noise.every = _NEVER
+                    noises.append(noise.read())
                 every = self.replica.inner.strategy.pattern().every
                 taken[spec] += yield from self._time_steps(max(_VERIFIED, every))
         everyone = self.world.gather_objects(taken)
+        sums = self.world.gather_objects([sum(column) for column in zip(*noises, strict=True)])
+        if noises:
+            self.measured.noise_batches = divide_noise(*(sum(column) for column in zip(*sums, strict=True)))
         for spec in chosen:
             slowest = [max(step) for step in zip(*(each[spec] for each in everyone), strict=True)]
             seconds = sum(slowest) / len(slowest) if build(spec).pattern().every > 1 else median(slowest)

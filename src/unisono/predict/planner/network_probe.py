@@ -17,7 +17,7 @@ from unisono.launchers.runtime.machine import read_boot_id, usable_cores
 from unisono.predict.costs import Link, Network, Operation, fit
 from unisono.predict.costs.network import take_medians
 from unisono.world import World
-from unisono.world.probe import MeasuredLink, measure_links, take_slowest, time_runs
+from unisono.world.probe import EncryptionCost, MeasuredLink, measure_encryption, measure_links, take_slowest, time_runs
 
 OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "exchange", "reduce_scatter")
 _LEAST_BYTES = 512
@@ -27,13 +27,14 @@ _LONG_S = 0.12  # a longer one is the last of its kind
 _CHUNKS = 3
 
 
-def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
-    """Measure every operation at sizes up to `most_bytes`, and every link between hosts."""
+def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink], EncryptionCost | None]:
+    """Measure every operation at sizes up to `most_bytes`, every link between hosts, and what encryption costs."""
     channel = world.channel()
     try:
         busy: dict[str, float] = {}
         curves = {op: measure_operation(channel, op, most_bytes, busy) for op in OPS}
         links = measure_links(channel)
+        encryption = measure_encryption(channel)
         inside = _measure_inside(world) if world.local_size > 1 else None
     finally:
         channel.close()
@@ -46,7 +47,7 @@ def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
     typical = {op: take_medians(points) for op, points in curves.items()}
     spread = _find_spread(curves)
     steals = _find_steals(world, busy)
-    return Network(world.size, per_host, between, inside, fitted, typical, steals, spread), links
+    return Network(world.size, per_host, between, inside, fitted, typical, steals, spread), links, encryption
 
 
 def _find_steals(world: World, busy: dict[str, float]) -> dict[str, float]:

@@ -186,6 +186,8 @@ class _DryScript:
 
     def _count_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self._replica is not None
+        if not self._replica.is_first_step:
+            return
         self.result.steps += 1
         transport = self._replica.world.transport
         self._seconds.append(transport.seconds if isinstance(transport, SimulatedTransport) else 0.0)

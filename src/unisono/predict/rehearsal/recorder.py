@@ -96,6 +96,7 @@ class _NoteTaker:
     def follow(self, replica: Replica, optimizer: Optimizer) -> None:
         """Watch forward passes and steps."""
         add_hook(self._model.register_forward_pre_hook, self._note_inputs, with_kwargs=True)
+        self._replica = replica
         optimizer.register_step_pre_hook(self._note_gradients)
         optimizer.register_step_post_hook(self._count_step)
         atexit.register(self._write_end)
@@ -117,8 +118,8 @@ class _NoteTaker:
             self._save("gradients.pt", {name: p.grad for name, p in self._model.named_parameters()})
 
     def _count_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.notes.steps += 1
-        if self.notes.steps == self._settings.steps:
+        self.notes.steps += self._replica.is_first_step
+        if self._replica.is_first_step and self.notes.steps == self._settings.steps:
             self._write_end()
 
     def _write_end(self) -> None:

@@ -14,11 +14,15 @@ from unisono.methods.exchange.dry_run import Cost, run_reducer
 from unisono.methods.facts import Grade
 from unisono.methods.reducer import Reducer
 from unisono.methods.spec import build
+from unisono.methods.strategies.zero.scatter import build_scattered
 from unisono.methods.strategy import Pattern
 from unisono.predict.costs import Anatomy, Job, Operation
+from unisono.predict.costs.network import Among
 from unisono.predict.planner.candidates import describe_candidate
 
 Shapes = tuple[tuple[int, ...], ...]
+Operations = tuple[Operation, ...]
+_ALIGN = 16  # numbers: a line begins on a cache line, and so do its shards
 _TRIED = (8, 16)  # ranks (hosts, in two levels); up to the larger each number is tried by itself
 
 
@@ -169,7 +173,7 @@ class Workload:
         plain = Anatomy(spec, ranks, self.compute_s, samples_s=self.samples_s, every=pattern.every, kind=pattern.kind)
         if ranks == 1 or pattern.style in ("alone", "servers", "neighbours"):
             return plain
-        jobs = self._split(ranks, pattern.gathers) if pattern.gathers else self._reduce(ranks, pattern)
+        jobs = self._split(ranks, pattern) if pattern.gathers else self._reduce(ranks, pattern)
         return replace(plain, jobs=tuple(jobs), overlaps=pattern.overlap and pattern.style == "synchronous")
 
     def _reduce(self, ranks: int, pattern: Pattern) -> list[Job]:
@@ -182,23 +186,51 @@ class Workload:
             jobs.append(Job(self.compute_s if at_end else ready_s, work_s, operations, due_s=due_s))
         return jobs
 
-    def _split(self, ranks: int, gathers: int) -> list[Job]:
+    def _split(self, ranks: int, pattern: Pattern) -> list[Job]:
         """Split parameters: gradients are reduced to shards in backward; values are gathered before forward and, if
-        they are gathered twice, again before backward."""
+        they are gathered twice, again before backward. In groups both stay inside a host, and means pass between."""
         end, jobs, at = _BACKWARD[0] * self.compute_s, list[Job](), 0.0
+        shards = ranks if pattern.keeps is None else pattern.keeps.count_shards(ranks, min(ranks, self.per_host))
+        near: Among = "inside" if shards < ranks and shards <= self.per_host else "all"
+
+        def gather(nbytes: int) -> tuple[Operation, ...]:
+            return (Operation("all_gather", math.ceil(pattern.gathered * nbytes / shards), near),)
+
         for bucket in reversed(self.buckets):
             nbytes = _count_bytes(bucket)
-            jobs.append(Job(0.0, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=at))
+            jobs.append(Job(0.0, 0.0, gather(nbytes), due_s=at))
             at += end * nbytes / self.model_bytes
         before = end
         for ready_s, bucket in self._backward():
             nbytes = _count_bytes(bucket)
-            if gathers > 1:
-                jobs.append(Job(end, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=before))
-            due_s = _BACKWARD[1] * self.compute_s
-            jobs.append(Job(ready_s, 0.0, (Operation("reduce_scatter", nbytes),), due_s=due_s))
+            if pattern.gathers > 1:
+                jobs.append(Job(end, 0.0, gather(nbytes), due_s=before))
+            operations, work_s = self._scatter(nbytes, shards, near, pattern.reducer)
+            if shards < ranks and pattern.keeps is not None:
+                across, more_s = self._cross(bucket, ranks // shards, shards, pattern.keeps.across)
+                operations, work_s = (*operations, *across), work_s + more_s
+            jobs.append(Job(ready_s, work_s, operations, due_s=_BACKWARD[1] * self.compute_s))
             before = ready_s
         return jobs
+
+    def _scatter(self, nbytes: int, shards: int, near: Among, reducer: Reducer | None) -> tuple[Operations, float]:
+        """Gradients on their way to shards: as they are, or in a reducer's messages."""
+        if reducer is None or reducer.exact or shards == 1:
+            return (Operation("reduce_scatter", nbytes, near),), 0.0
+        line = shards * _ALIGN * -(-nbytes // (4 * shards * _ALIGN))
+        return self._run_among(build_scattered(reducer), ((line,),), shards, near)
+
+    def _cross(self, bucket: Shapes, groups: int, shards: int, reducer: Reducer | None) -> tuple[Operations, float]:
+        """Means of shards between groups: each rank sends its own, and its host's link carries all of them."""
+        own = tuple((max(1, shape[0] // shards), *shape[1:]) for shape in bucket)
+        found, work_s = self._run_among(reducer or build("dense", "reducer"), own, groups, "across")
+        crowd = min(shards, self.per_host)
+        return tuple(replace(operation, nbytes=operation.nbytes * crowd) for operation in found), work_s
+
+    def _run_among(self, reducer: Reducer, shapes: Shapes, ranks: int, among: Among) -> tuple[Operations, float]:
+        key = (f"{reducer.spec} {among}", shapes)
+        cost = self._runs.setdefault(key, DryRun(reducer, shapes)).at(ranks)
+        return tuple(replace(operation, among=among) for operation in cost.operations), cost.work_s / self.compressors
 
     def _backward(self) -> list[tuple[float, Shapes]]:
         """Each bucket with the time at which backward has filled it."""

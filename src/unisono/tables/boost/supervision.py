@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from unisono.launchers.runtime.machine import address_of_interface, address_towards
+from unisono.launchers.runtime.addresses import find_address_for_others
 from unisono.world import World
 
 T = TypeVar("T")
@@ -119,25 +119,15 @@ def _take_first_line(error: BaseException | None) -> str:
 
 
 def find_own_address(world: World) -> str:
-    """The IPv4 address at which other ranks reach this rank's host; 127.0.0.1 if all are on one host.
-
-    It is that of the interface in GLOO_SOCKET_IFNAME, or else of the one that leads to the launcher.
-    """
+    """The address at which other ranks reach this rank's host; 127.0.0.1 if all are on one host."""
     if len(set(world.hosts)) == 1:
         return "127.0.0.1"
-    if name := os.environ.get("GLOO_SOCKET_IFNAME", ""):
-        name = name.split(",")[0]
-        try:
-            return address_of_interface(name)
-        except OSError as error:
-            raise OSError(f"GLOO_SOCKET_IFNAME={name}: that interface has no IPv4 address here ({error})") from error
-    for target in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):
-        found = address_towards(target) if target else ""
-        if found and not found.startswith("127."):
-            return found
+    found = find_address_for_others([os.environ.get("MASTER_ADDR", "")])
+    if found:
+        return found
     raise OSError(
-        f"no address of {socket.gethostname()} is known at which other hosts reach it: set GLOO_SOCKET_IFNAME to the "
-        "name of its network interface"
+        f"no address of {socket.gethostname()} is known at which other hosts reach it: set UNISONO_INTERFACE to "
+        "the name of its network interface"
     )
 
 

@@ -62,7 +62,8 @@ def test_a_failing_worker_raises_one_report_and_stops_the_others(tmp_path, still
     def work() -> None:
         from unisono.launchers.runtime import status
 
-        (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
+        (tmp_path / f"{os.environ['RANK']}.new").write_text(str(os.getpid()))
+        (tmp_path / f"{os.environ['RANK']}.new").rename(tmp_path / os.environ["RANK"])  # whole, once it is seen
         while not (tmp_path / "0").exists():
             time.sleep(0.01)
         if os.environ["RANK"] == "1":

@@ -18,7 +18,8 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 RANK = int(os.environ["RANK"])
 def ready(*pids):
-    Path(f"ready-{RANK}").write_text(" ".join(map(str, (os.getpid(), *pids))) + "\\n")
+    Path(f"not-yet-{RANK}").write_text(" ".join(map(str, (os.getpid(), *pids))) + "\\n")
+    os.replace(f"not-yet-{RANK}", f"ready-{RANK}")  # whole, once it is seen
 def all_ready():
     while not all(Path(f"ready-{rank}").exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
         time.sleep(0.01)
@@ -240,6 +241,20 @@ time.sleep(1000)
     assert "worker.py" not in err
     assert "Ranks 0, 2 were stopped." in err
     assert still_running(launched.written("ready-0", "ready-2")) == []
+
+
+def test_an_error_is_shown_once_although_torch_has_a_hook_for_it(run_script):
+    text = """
+        import sys, time, torch.distributed as dist
+        sys.excepthook = lambda kind, error, frames: print("told of", error, file=sys.stderr)
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise ValueError("bad batch")
+        time.sleep(1000)
+    """
+    _, _, err = run_script(text, "-n", "2").finish()
+    assert (err.count("Traceback"), err.count("told of bad batch"), err.count("[rank1]")) == (1, 1, 0), err
 
 
 @pytest.mark.parametrize(

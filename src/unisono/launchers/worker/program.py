@@ -307,8 +307,13 @@ def _report_error(error: BaseException, reports: _Reports) -> None:
     types_ = [kind.__name__ for kind in type(error).__mro__]
     message = str(error)[:_MESSAGE_CHARACTERS]
     reports.send("exception", code=1, types=types_, message=message, traceback=text[-_MESSAGE_CHARACTERS:])
-    if sys.excepthook is not sys.__excepthook__:  # the program, or a library of its, asked to be told
-        sys.excepthook(type(error), error, frames)
+    import inspect  # costs a start that goes well nothing
+
+    hook = sys.excepthook
+    while getattr(hook, "__name__", "") == "_distributed_excepthook":  # torch's: prints the traceback a second time
+        hook = inspect.getclosurevars(hook).nonlocals["old_hook"]
+    if hook is not sys.__excepthook__:  # the program, or a library of its, asked to be told
+        hook(type(error), error, frames)
     sys.stdout.flush()
 
 

@@ -24,31 +24,31 @@ def parse_whole(text: str) -> int:
 FIELDS: dict[str, dict[str, Any]] = {
     "address": {"metavar": "HOST:PORT", "help": "a running Ray; default: one for this run (ray)"},
     "master": {"metavar": "URL", "help": "spark://HOST:PORT, yarn, ...; default: local (spark)"},
-    "cpus": {"type": float, "metavar": "X", "help": "CPUs that a worker takes; default: 1 (ray, kubernetes, skypilot)"},
-    "gpus": {"type": float, "metavar": "X", "help": "GPUs that a worker takes; default: 0 (ray, kubernetes)"},
+    "cpus": {"type": float, "metavar": "X", "help": "CPUs per worker; default: 1 (ray, kubernetes, skypilot)"},
+    "gpus": {"type": float, "metavar": "X", "help": "GPUs per worker; default: 0 (ray, kubernetes)"},
     "hosts": {
         "type": parse_names,
         "metavar": "A,B",
-        "help": "hosts, with slots where given: a:4,b:4 (mpi, slurm, ssh); a number: emulated hosts, see below (lab)",
+        "help": "hosts, optionally with slots: a:4,b:4 (mpi, slurm, ssh); a number: emulated hosts, see below (lab)",
     },
     "net": {"metavar": "LINK", "help": "links of emulated hosts, such as 100mbit or 1gbit,20ms, see below (lab)"},
     "shaper": {
         "choices": ("auto", "kernel", "transport"),
-        "help": "what holds bytes back: namespaces and tc, or the workers' transport; default: the kernel, if it can "
-        "(lab)",
+        "help": "what throttles the links: the kernel (namespaces and tc) or the workers' transport; default: the "
+        "kernel, if it can (lab)",
     },
     "max_restarts": {
         "type": parse_whole,
         "metavar": "K",
-        "help": "start all again after a failure (torchrun, ssh, ray, spark, lab)",
+        "help": "restarts of all workers after a failure (torchrun, ssh, ray, spark, lab)",
     },
-    "python": {"metavar": "PATH", "help": "the hosts' Python, where it is another than here (mpi, slurm, ssh)"},
-    "wait_s": {"type": parse_whole, "metavar": "S", "help": "how long to wait for room (slurm, ray, spark)"},
+    "python": {"metavar": "PATH", "help": "Python on the hosts, if it differs from this one (mpi, slurm, ssh)"},
+    "wait_s": {"type": parse_whole, "metavar": "S", "help": "how long to wait for free resources (slurm, ray, spark)"},
     "image": {"metavar": "NAME", "help": "container image with the program in it (kubernetes)"},
-    "kind": {"choices": ("job", "jobset", "trainjob"), "help": "what to write; default: job (kubernetes)"},
+    "kind": {"choices": ("job", "jobset", "trainjob"), "help": "kind of manifest; default: job (kubernetes)"},
     "namespace": {"metavar": "NAME", "help": "default: kubectl's own (kubernetes)"},
-    "memory": {"metavar": "8Gi", "help": "memory that a worker takes (kubernetes)"},
-    "claim": {"metavar": "NAME:/PATH", "help": "volume claim, and where the pods have it (kubernetes)"},
-    "accelerators": {"metavar": "A100:1", "help": "GPUs of a machine (skypilot)"},
+    "memory": {"metavar": "8Gi", "help": "memory per worker (kubernetes)"},
+    "claim": {"metavar": "NAME:/PATH", "help": "volume claim, and its path in the pods (kubernetes)"},
+    "accelerators": {"metavar": "A100:1", "help": "GPUs per machine (skypilot)"},
     "options": {"type": shlex.split, "metavar": "TEXT", "help": "more options for mpirun, srun, torchrun or ssh"},
 }

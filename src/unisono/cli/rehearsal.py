@@ -14,27 +14,29 @@ __all__ = ["add_options", "check_options", "rehearse"]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of dry and small runs."""
-    group = parser.add_argument_group("before the run (docs/dry_runs.md)")
-    group.add_argument(
+    parser.add_argument(
         "--dry",
         action="store_true",
-        help="run a few steps of one worker on a simulated world of N, in one process: shapes, memory, traffic and "
-        "settings that would not work; nothing is sent, and un.save writes nothing",
+        help="check the run first: a few steps of one worker in a simulated world of N, in one process; shows shapes, "
+        "memory, traffic, and what would fail; sends and saves nothing",
     )
+    group = parser.add_argument_group("before the run (docs/dry_runs.md)")
     group.add_argument(
         "--small",
         action="store_true",
-        help="run a few real steps with one worker and with N, and check that they agree; un.save writes nothing",
+        help="run a few real steps with one worker and with N, and check that they agree; saves nothing",
     )
-    group.add_argument("--steps", type=parse_count, metavar="K", help="steps of --dry (3) or of --small (5)")
+    group.add_argument(
+        "--steps", type=parse_count, metavar="K", help="number of steps; default: 3 with --dry, 5 with --small"
+    )
     group.add_argument(
         "--workers-per-host",
         type=parse_count,
         metavar="K",
-        help="how many share a host, in a dry run; default: all, on an engine as many as this host has cores",
+        help="workers per host in a dry run; default: all; with --on, as many as this host has cores",
     )
-    group.add_argument("--device-memory", metavar="SIZE", help="what each worker's device has, in a dry run")
-    group.add_argument("--host-memory", metavar="SIZE", help="what a host has, in a dry run; default: this one's")
+    group.add_argument("--device-memory", metavar="SIZE", help="memory of each worker's device in a dry run")
+    group.add_argument("--host-memory", metavar="SIZE", help="memory of a host in a dry run; default: this host's")
 
 
 def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

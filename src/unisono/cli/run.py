@@ -41,56 +41,58 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "add_arguments", "run"]
 
 _DESCRIPTION = """\
-Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, Ray, Spark, torchrun, ssh to hosts.
-With --hosts 4 --net 100mbit they run on emulated hosts of this machine, with links as slow as asked for (docs/lab.md).
+Run a program in N workers, on this machine or on a cluster.
 
-Options for unisono come before the program; everything after it is the program's own. When a worker fails, the others
-are stopped, one report says which and why, and the exit status is that worker's (128 + number after a signal). Ctrl-C
-stops everything within 2 seconds (a second Ctrl-C at once). No process that a worker started outlives the run.
+  unisono run -n 4 train.py --epochs 3
+  unisono run -n 4 --strategy "powersgd(rank=4)" --page train.py
+  unisono run --on ssh -n 8 --hosts a:4,b:4 train.py
 
-With -n MIN:MAX, a worker that is lost does not end the run: MAX workers are started, the others go on from the step
-that they are in while there are MIN of them, and a replacement joins them. See docs/elastic.md.
+Options for unisono come before the program; everything after it belongs to the program. If a worker fails, the others
+are stopped, one report says which worker failed and why, and the exit status is that worker's (128 + the number of a
+signal). Ctrl-C stops everything within 2 seconds, a second Ctrl-C at once. No process that a worker started outlives
+the run.
 
-SIGTERM stops it too; but workers that use un.Trainer with a checkpoint folder, or un.preempted(), first save and leave
-after the same step. They have --grace for it, the exit status is 143, and the same command goes on from there. A second
-SIGTERM stops everything.
+SIGTERM stops the run too. Workers that use un.Trainer with a checkpoint folder, or un.preempted(), first save and leave
+after the same step; they have --grace for it. The exit status is then 143, and the same command resumes the run. A
+second SIGTERM stops everything.
 """
 _EPILOG = """\
 output:
-  auto     one worker: as it is. Several: lines with the rank in front, "[1] loss 0.31"; on a terminal rank 0 writes
-           directly and without a prefix, so that a progress bar works
-  prefix   all ranks by lines, with the rank in front, also on a terminal
-  rank0    rank 0 only, as it is; of the others, a failed one's last 40 lines are shown
-  files    DIR/rank-0.out, DIR/rank-1.out, ... (both streams), nothing on the terminal but a failure
+  auto     one worker: unchanged. Several: each line has its rank in front, "[1] loss 0.31"; on a terminal rank 0
+           writes directly and without a prefix, so that a progress bar works
+  prefix   lines of all ranks, with the rank in front, also on a terminal
+  rank0    rank 0 only, unchanged; if another rank fails, its last 40 lines
+  files    DIR/rank-0.out, DIR/rank-1.out, ... (both streams); the terminal shows only failures
 
-workers that come and go, -n MIN:MAX
-  Starts MAX workers, and replaces those that are lost. `unisono scale N` changes their number while they train.
-  --adapt starts MIN workers. One more is added where the last was worth at least 0.3 of a worker, and removed where it
-  was worth less than 0.1; what did not pay is tried again later, each time after twice as long. Each decision is a line
-  on standard error. --target 12 does so only while fewer than 12 steps a second are made.
-  --later 2 leaves two of the MAX places to hosts that come later by `unisono join`, also without --on.
+elastic runs, -n MIN:MAX (docs/elastic.md)
+  Starts MAX workers and replaces those that are lost. While at least MIN are left, the others continue from the
+  current step. `unisono scale N` changes the number of workers during training. --adapt starts MIN workers. It adds
+  one if the last was worth at least 0.3 of a worker, and removes one that was worth less than 0.1; it waits twice as
+  long after each rejection before it tries again. It prints each decision to standard error. --target 12 adds workers
+  only while the run makes fewer than 12 steps/s. --later 2 reserves two of the MAX places for hosts that join later
+  by `unisono join`; it works without --on too.
 
-emulated hosts, --hosts N and --net LINK
-  --hosts 4              four hosts of their own on this machine, one worker each; with -n 8 two workers each
-  --net 100mbit          what passes over each host's link, both ways: kbit, mbit, gbit (bits a second)
-  --net 100mbit,20ms     and how long a message is on its way from a host to another: us, ms, s; --net 20ms alone too
+emulated hosts, --hosts N and --net LINK (docs/lab.md)
+  --hosts 4              four hosts emulated on this machine, one worker each; with -n 8 two workers each
+  --net 100mbit          bandwidth of each host's link, both ways: kbit, mbit, gbit (bits per second)
+  --net 100mbit,20ms     and the latency from host to host: us, ms, s; --net 20ms alone works too
   --net 3x1gbit/100mbit  a link for each host, separated by /: three fast hosts and a slow one
-  What passes is measured first and printed. --net without --hosts: a host for each worker.
+  The run measures the links first and prints what it found. --net without --hosts emulates a host for each worker.
 
-faults, separated by ;
+faults, separated by ; (docs/faults.md)
   kill 2@40              rank 2 kills itself (SIGKILL) at step 40
-  kill 2@40 in save      inside it: forward, backward, exchange, step (the default: as it is counted), save, healing
+  kill 2@40 in save      the same, in forward, backward, exchange, step (default: when it is counted), save, healing
   stop 1@60 for 5s       SIGSTOP, and SIGCONT five seconds later
   slow 3 x4@80-120       each of these steps takes four times as long
-  full-disk@200          the next write of un.save or of an offload fails; of one rank: full-disk 1@200
+  full-disk@200          the next write of un.save or of an offload fails; on one rank: full-disk 1@200
 
-before the run
-  --dry -n 64            one worker's steps on a simulated world of 64, in one process: shapes, memory, traffic, and
-                         what would not work; the exit status is 0 where it would, 3 where memory is short, else 1
+before the run (docs/dry_runs.md)
+  --dry -n 64            one worker's steps in a simulated world of 64, in one process: shapes, memory, traffic, and
+                         what would fail; exit status 0 if it would work, 3 if memory is short, otherwise 1
   --small -n 2           a few real steps with one worker and with two: do they agree, and if not, what differs
 
-exit status: that of the worker that failed first, 128 + the number of a signal; 0 where all ended well; 2 for a mistake
-on the command line; 130 after Ctrl-C; 143 after SIGTERM.
+exit status: that of the worker that failed first, 128 + the number of a signal; 0 if all ended well; 2 for a mistake on
+the command line; 130 after Ctrl-C; 143 after SIGTERM.
 
 examples:
   unisono run -n 4 train.py --epochs 3
@@ -107,7 +109,6 @@ examples:
   unisono run --on mpi -n 8 --hosts a:4,b:4 train.py
   unisono run --on slurm -n 8 --script job.sh --options=--time=1:00:00 train.py
   unisono run --on torchrun -n 4 --max-restarts 2 train.py
-  unisono run --on ssh -n 8 --hosts a:4,b:4 train.py
   unisono run --on ray -n 4 --address auto train.py
   unisono run --on spark -n 4 --master spark://host:7077 train.py
   unisono run --on kubernetes --print -n 4 --image registry/train:1 train.py | kubectl apply -f -
@@ -115,42 +116,23 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `run`."""
+    """The arguments of `run`: the common ones in the group of all options, first; the rest in groups of their own."""
+    parser.usage = f"{parser.prog} [options] script.py ..."
     parser.add_argument(
         "-n",
         "--workers",
         type=_parse_workers,
         metavar="N",
-        help="how many workers; MIN:MAX: they may come and go, and those that are lost are replaced, see below; with "
-        "emulated hosts one a host by default",
+        help="number of workers; MIN:MAX: an elastic run, in which lost workers are replaced; default with emulated "
+        "hosts: one per host",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
-    parser.add_argument(
-        "--threads",
-        type=parse_count,
-        metavar="K",
-        help="computing threads a worker (OMP_NUM_THREADS); default: what is set, or the usable cores divided by N",
-    )
-    parser.add_argument(
-        "--output",
-        choices=("auto", "prefix", "rank0", "files"),
-        default="auto",
-        help="what becomes of the workers' output, see below; default: auto",
-    )
-    parser.add_argument(
-        "--warm",
-        action="store_true",
-        help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
-    )
-    parser.add_argument(
-        "--output-dir", type=parse_folder, metavar="DIR", help="where --output files writes; default: unisono-output"
-    )
-    _add_record_options(parser)
     _add_course_options(parser)
-    _add_elastic_options(parser)
+    _add_record_options(parser)
     _add_engine_options(parser)
-    _add_network_options(parser)
     rehearsal.add_options(parser)
+    _add_process_options(parser)
+    _add_elastic_options(parser)
+    _add_network_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
 
@@ -349,8 +331,35 @@ def _parse_rate(text: str) -> float:
 _NOT_REPEATED = ("workers", "module", "on", "hosts", "options", "python", "methods", "script", "submit")
 
 
+def _add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Options on the workers' processes and their output."""
+    group = parser.add_argument_group("processes and output")
+    group.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
+    group.add_argument(
+        "--threads",
+        type=parse_count,
+        metavar="K",
+        help="computing threads per worker (OMP_NUM_THREADS); default: the variable, or the usable cores divided by N",
+    )
+    group.add_argument(
+        "--output",
+        choices=("auto", "prefix", "rank0", "files"),
+        default="auto",
+        help="where the workers' output goes, see below; default: auto",
+    )
+    group.add_argument(
+        "--output-dir", type=parse_folder, metavar="DIR", help="folder of --output files; default: unisono-output"
+    )
+    group.add_argument(
+        "--warm",
+        action="store_true",
+        help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
+    )
+
+
 def _add_record_options(parser: argparse.ArgumentParser) -> None:
     """Options that say where the run is recorded."""
+    add_page_options(parser)
     group = parser.add_argument_group("the record of the run (docs/reports.md)")
     group.add_argument(
         "--run-dir",
@@ -365,26 +374,25 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log",
         metavar="WHERE",
-        help="hand metrics on while the workers train: tensorboard, prometheus:9400, wandb, mlflow, or several with "
+        help="export metrics during training: tensorboard, prometheus:9400, wandb, mlflow, or several separated by "
         "commas; default: UNISONO_LOG",
     )
-    add_page_options(parser)
 
 
 def _add_course_options(parser: argparse.ArgumentParser) -> None:
     """Options on how the program trains, and how it ends."""
-    group = parser.add_argument_group("how it trains, and how it ends")
-    group.add_argument(
+    parser.add_argument(
         "--strategy",
         metavar="SPEC",
         help="train by this method, whatever the program gives to un.parallel: allreduce, 'powersgd(rank=4)', ...; "
         "the same as UNISONO_STRATEGY=SPEC",
     )
+    group = parser.add_argument_group("training, debugging, shutdown")
     add_methods_option(group)
     group.add_argument(
         "--pdb",
         action="store_true",
-        help="where a worker raises, stop all and open the debugger's prompt there (docs/debugger.md)",
+        help="if a worker raises, stop all workers and open the debugger's prompt there (docs/debugger.md)",
     )
     group.add_argument(
         "--debugpy",
@@ -395,17 +403,17 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
         "--debug-port",
         type=parse_count,
         metavar="PORT",
-        help=f"where rank 0 waits for it, at 127.0.0.1; the others at the ports after it; default: {PORT}",
+        help=f"port at 127.0.0.1 where rank 0 waits for it; the others use the next ports; default: {PORT}",
     )
     group.add_argument(
         "--faults",
         metavar="TEXT",
-        help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
+        help="inject faults at given steps, see below; a fault that did not fire is an error; default: UNISONO_FAULTS",
     )
     group.add_argument(
         "--balance",
         action="store_true",
-        help="un.shard deals every batch by the workers' measured speeds, so that a slow one gets fewer samples; the "
+        help="divide each batch of un.shard by the workers' measured speeds, so that slow ones get fewer samples; the "
         "same as UNISONO_BALANCE=1",
     )
     group.add_argument(
@@ -414,58 +422,62 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
         default=Job.grace_s,
         metavar="S",
         help="after SIGTERM, how long workers that use un.Trainer with a checkpoint folder, or un.preempted(), may "
-        "take to save and leave: 90, 90s, 2m; 0: stop at once; default: 25s, as Slurm and Kubernetes kill after 30",
+        "take to save and leave: 90, 90s, 2m; 0: stop at once; default: 25s, since Slurm and Kubernetes kill after 30",
     )
 
 
 def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
     """Options that go with `-n MIN:MAX`."""
-    group = parser.add_argument_group("workers that come and go (-n MIN:MAX)")
+    group = parser.add_argument_group("elastic runs (-n MIN:MAX, docs/elastic.md)")
     for name, default, what in (
-        ("heartbeat", ElasticSettings.heartbeat_s, "a worker that stands still for longer is replaced"),
-        ("deadline", ElasticSettings.stuck_s, "so is one that others have waited for so long"),
-        ("patience", ElasticSettings.patience_s, "how long fewer than MIN wait for others; then they save and leave"),
+        ("heartbeat", ElasticSettings.heartbeat_s, "replace a worker that has been stopped for so long"),
+        ("deadline", ElasticSettings.stuck_s, "replace a worker that others have waited for so long"),
+        (
+            "patience",
+            ElasticSettings.patience_s,
+            "how long fewer than MIN workers wait for others before they save and leave",
+        ),
     ):
         group.add_argument(f"--{name}", type=parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
     group.add_argument(
         "--adapt",
         action="store_true",
-        help="start MIN workers, and add others as long as each makes training faster, see below",
+        help="start MIN workers, and add workers as long as each makes training faster, see below",
     )
     group.add_argument(
         "--target",
         type=_parse_rate,
         metavar="R",
-        help="the same, up to R steps a second; fewer workers where that is exceeded",
+        help="the same, up to R steps per second; fewer workers if the run is faster",
     )
     group.add_argument(
         "--window",
         type=parse_seconds,
         metavar="S",
-        help=f"how long speed is measured, three times or more for a decision; default: {Adapt.window_s:g}s",
+        help=f"length of one measurement of speed; a decision takes three or more; default: {Adapt.window_s:g}s",
     )
     group.add_argument(
         "--later",
         type=parse_count,
         metavar="K",
-        help="of the MAX places, leave K to hosts that come later: the command for them, `unisono join`, is printed",
+        help="reserve K of the MAX places for hosts that join later; prints the command for them, `unisono join`",
     )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """`--on` and the engines' settings."""
-    group = parser.add_argument_group("engines")
     choices = ("local", *on.__all__)
-    known = f"what starts the workers: {', '.join(choices)}; default: local"
-    group.add_argument("--on", choices=choices, default="local", metavar="ENGINE", help=known)
+    known = f"the engine that starts the workers: {', '.join(choices)}; default: local"
+    parser.add_argument("--on", choices=choices, default="local", metavar="ENGINE", help=known)
+    group = parser.add_argument_group("engines (docs/engines/index.md)")
     for name, how in FIELDS.items():
         group.add_argument(f"--{name.removesuffix('_s').replace('_', '-')}", dest=name, **how)
-    group.add_argument("--script", metavar="JOB.SH", help="write a script for sbatch and do not run (slurm)")
-    group.add_argument("--submit", action="store_true", help="hand the script to sbatch (slurm)")
+    group.add_argument("--script", metavar="JOB.SH", help="write a script for sbatch instead of running (slurm)")
+    group.add_argument("--submit", action="store_true", help="submit the script with sbatch (slurm)")
     group.add_argument(
         "--print",
         action="store_true",
-        help="write the cluster's manifest to standard output and do not run (kubernetes, skypilot)",
+        help="print the cluster's manifest instead of running (kubernetes, skypilot)",
     )
 
 
@@ -475,19 +487,19 @@ def _add_network_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--encrypt",
         action=argparse.BooleanOptionalAction,
-        help="encrypt all that hosts send to each other, or nothing of it (UNISONO_ENCRYPT=1 or 0); default: "
-        "tensors if hosts are on different networks or have public addresses, all else always",
+        help="encrypt everything between hosts, or nothing (UNISONO_ENCRYPT=1 or 0); default: tensors if hosts are on "
+        "different networks or have public addresses, everything else always",
     )
     group.add_argument(
         "--interface",
         metavar="CARD",
-        help="network card of the workers: name, address or network (10.0.0.0/24); several with commas: all of them",
+        help="the workers' network card: name, address or network (10.0.0.0/24); separated by commas: several cards",
     )
     group.add_argument(
         "--ports",
         type=parse_ports,
         metavar="A-B",
-        help="ports at which workers and the launcher may listen for other hosts: 40000-40100; default: any",
+        help="ports on which workers and the launcher may listen for other hosts: 40000-40100; default: any",
     )
 
 

@@ -299,16 +299,17 @@ def _run_watch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 def add_page_options(parser: argparse.ArgumentParser) -> None:
     """The options of `unisono run` for a page of the run."""
+    parser.add_argument("--page", action="store_true", help="serve a live page of the run, and print its address")
     group = parser.add_argument_group("the live page (docs/page.md)")
+    group.add_argument("--page-port", type=_parse_port, metavar="P", help="port of the page; default: a free one")
     group.add_argument(
-        "--page", action="store_true", help="serve a page of the run while it goes on; its address is printed"
+        "--page-bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address that it listens on; default: 127.0.0.1, this machine only",
     )
-    group.add_argument("--page-port", type=_parse_port, metavar="P", help="its port; default: a free one")
-    group.add_argument(
-        "--page-bind", default="127.0.0.1", metavar="ADDRESS", help="default: 127.0.0.1, this machine alone"
-    )
-    group.add_argument("--page-open", action="store_true", help="open it in a browser")
-    group.add_argument("--page-stay", action="store_true", help="when the run is over, serve the page until Ctrl-C")
+    group.add_argument("--page-open", action="store_true", help="open the page in a browser")
+    group.add_argument("--page-stay", action="store_true", help="after the run, serve the page until Ctrl-C")
 
 
 @contextlib.contextmanager

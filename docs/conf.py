@@ -46,6 +46,7 @@ smartquotes = False  # "mean" in a text is what a program takes
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False

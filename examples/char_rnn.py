@@ -1,4 +1,4 @@
-"""A character LSTM: learns to continue a text, by default the sources of Python's standard library.
+"""Train a character LSTM to continue a text, by default the sources of Python's standard library.
 
 python examples/char_rnn.py --text book.txt
 unisono run -n 2 examples/char_rnn.py

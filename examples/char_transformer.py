@@ -1,4 +1,4 @@
-"""A character transformer: learns to continue a text, by default the sources of Python's standard library.
+"""Train a character transformer to continue a text, by default the sources of Python's standard library.
 
 python examples/char_transformer.py --text book.txt
 unisono run -n 2 examples/char_transformer.py

@@ -1,7 +1,7 @@
-"""A small CNN on scikit-learn's handwritten digits; every worker's batch has the class mix of the whole.
+"""Train a small CNN on scikit-learn's handwritten digits; each worker's batch has the class mix of the dataset.
 
-python examples/digits_cnn.py            # alone: a world of one
-unisono run -n 2 examples/digits_cnn.py  # two local workers, the same losses to rounding
+python examples/digits_cnn.py            # one worker
+unisono run -n 2 examples/digits_cnn.py  # two local workers; the same losses up to rounding
 """
 
 import argparse

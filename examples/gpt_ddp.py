@@ -1,7 +1,7 @@
-"""A small GPT under DistributedDataParallel, as nanoGPT trains it: a plain PyTorch script, in which one word is ours.
+"""Train a small GPT with DistributedDataParallel, as nanoGPT does, in plain PyTorch; one word selects our backend.
 
 torchrun --nproc-per-node 2 examples/gpt_ddp.py            # gloo
-torchrun --nproc-per-node 2 examples/gpt_ddp.py unisono    # the word
+torchrun --nproc-per-node 2 examples/gpt_ddp.py unisono    # our backend
 """
 
 import math

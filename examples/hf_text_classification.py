@@ -1,4 +1,4 @@
-"""Text classification by the Hugging Face Trainer, after the task guide of transformers; the reviews are made up here.
+"""Classify text with the Hugging Face Trainer, after the task guide of transformers, on generated reviews.
 
 unisono run -n 2 examples/hf_text_classification.py   # or torchrun --nproc-per-node 2
 """

@@ -1,4 +1,4 @@
-"""A character transformer on data × tensor × pipeline; the same file on one process.
+"""Train a character transformer with data, tensor and pipeline parallelism; the same file runs in one process.
 
 python examples/hybrid.py
 unisono run -n 4 examples/hybrid.py --tensor 2
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="sequences of one step, over the data axis")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--length", type=int, default=32, help="characters of a sequence")
-    parser.add_argument("--checkpoint", help="a folder to save to, and to go on from")
+    parser.add_argument("--checkpoint", help="a folder to save to and resume from")
     args = parser.parse_args()
 
     mesh = un.mesh(tensor=args.tensor, pipeline=args.pipeline)  # the data axis has the ranks that remain

@@ -1,4 +1,4 @@
-"""A simple convnet by Keras 3 on torch, after keras.io's MNIST example; on scikit-learn's handwritten digits.
+"""Train a simple convnet with Keras 3 on torch, after keras.io's MNIST example, on scikit-learn's handwritten digits.
 
 unisono run -n 2 examples/keras_convnet.py
 """

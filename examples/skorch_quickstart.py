@@ -1,4 +1,4 @@
-"""skorch's quickstart.
+"""Train a classifier with skorch, after its quickstart.
 
 unisono run -n 2 examples/skorch_quickstart.py
 """

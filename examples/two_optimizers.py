@@ -1,4 +1,4 @@
-"""A small GPT with two optimizers, as nanochat has them: Muon for the hidden matrices, AdamW for the rest.
+"""Train a small GPT with two optimizers, like nanochat: Muon for the hidden matrices, AdamW for the rest.
 
 python examples/two_optimizers.py --text book.txt
 unisono run -n 2 examples/two_optimizers.py

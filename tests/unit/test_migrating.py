@@ -83,6 +83,9 @@ def test_programs_run_and_train_as_before(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py", *(["--epochs", "2"] if "argparse" in block.text else [])])
+    if "SummaryWriter" in block.text:
+        pytest.importorskip("tensorboard")
     un.run_threads(lambda world: run(side(block, "-"), block.page), 1)
     if not block.comment.endswith("program"):  # the other system is not installed, or wants a GPU
         return

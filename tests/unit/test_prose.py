@@ -1,0 +1,85 @@
+"""The worst patterns of our English stay out of the pages and the help that have been edited (docs/style.md)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from doc_pages import ROOT
+from unisono.cli.command_line import make_parser
+
+PATTERNS = {
+    r"what there is": "name the thing",
+    r"(?:those|all|what) that (?:are|is) (?:left|there)\b": "the other workers, the remaining samples",
+    r"(?:of|by|with|for|on) which there (?:is|are)\b": "with many ...",
+    r"(?:goes|go|going) on (?:after|from|where|within|with|bit)\b": "resumes, continues",
+    r"(?:takes?|took) up what\b": "loads",
+    r"(?:steps?|samples|bits|bytes|tokens|times) a second\b": "per second",
+    r"\ba (?:step|second|worker) takes? up\b": "uses",
+    r"\d (?:ms|s|MB|kB|bytes) a step\b": "per step",
+    r"workers that come and go": "elastic run",
+    r"none is whole|(?:newest|earlier) whole\b": "intact",
+    r"takes? along\b": "what is lost with it",
+    r"(?:which|what) [\w ]+ (?:is|are) mine\b": "this worker's",
+    r"(?:that|which) (?:is|are) not there\b": "missing",
+    r"[Ww]hat (?:is|was) (?:had|got)\b": "received",
+    r"means against\b": "ways to reduce",
+    r"[Ww]ho (?:sends|does|says|gets) what\b": "a heading that says what is below",
+    r"faults on purpose": "fault injection",
+    r"a machine with one memory": "a machine whose processes can share memory",
+    r"with the loop that you have|the loop is the one that you have": "without rewriting your loop",
+    r"[Ss]ay the same before": "make start-up deterministic",
+    r"other systems do not\b": "are unsupported",
+}
+EDITED = [
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md"),
+    *(
+        "docs/index.md",
+        "docs/quickstart.md",
+        "docs/installing.md",
+        "docs/choosing.md",
+        "docs/mistakes.md",
+        "docs/data.md",
+    ),
+    *("docs/checkpoints.md", "docs/elastic.md", "docs/launching.md", "docs/glossary.md", "docs/gallery.md"),
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/migrating").glob("*.md")),
+]  # add a page when it has been edited
+
+
+def find_patterns(text: str) -> list[str]:
+    """Each pattern in the prose, with what to write instead; code and the targets of links do not count."""
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", prose)
+    prose = " ".join(prose.split())
+    found = [(match, better) for pattern, better in PATTERNS.items() for match in re.finditer(pattern, prose, re.I)]
+    return [f"...{prose[max(m.start() - 30, 0) : m.end() + 20]}...: {better}" for m, better in found]
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_a_page_has_none_of_the_patterns(name: str) -> None:
+    assert find_patterns(Path(ROOT / name).read_text(encoding="utf-8")) == []
+
+
+def test_the_help_of_run_has_none_and_begins_with_the_five_common_options() -> None:
+    [commands] = [action.choices for action in make_parser()._actions if isinstance(action.choices, dict)]
+    run = commands["run"]
+    assert find_patterns(run.format_help()) == []
+    first = [action.option_strings[-1] for action in run._optionals._group_actions]
+    assert first == ["--help", "--workers", "--strategy", "--page", "--on", "--dry"]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("Before the loop it takes up what there is.", True),
+        ("It makes 12 steps a second.", True),
+        ("It goes on\nafter a stop.", True),
+        ("It resumes after an interruption, at 12 steps per second.", False),
+        ("`what there is` and\n\n```\nwhat there is\n```\n", False),
+        ("There is a page that goes on your server; a worker takes 12 seconds.", False),
+    ],
+)
+def test_what_is_a_pattern_and_what_is_not(text: str, is_found: bool) -> None:
+    assert bool(find_patterns(text)) is is_found

@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dry",
         action="store_true",
-        help="run a few steps of one worker on a simulated world of N, in one process: shapes, memory, traffic and "
+        help="run a few steps of one worker in a simulated world of N, in one process: shapes, memory, traffic and "
         "settings that would not work; nothing is sent, and un.save writes nothing",
     )
     group.add_argument(
@@ -31,10 +31,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--workers-per-host",
         type=parse_count,
         metavar="K",
-        help="how many share a host, in a dry run; default: all, on an engine as many as this host has cores",
+        help="workers per host in a dry run; default: all, on an engine as many as this host has cores",
     )
-    group.add_argument("--device-memory", metavar="SIZE", help="what each worker's device has, in a dry run")
-    group.add_argument("--host-memory", metavar="SIZE", help="what a host has, in a dry run; default: this one's")
+    group.add_argument("--device-memory", metavar="SIZE", help="memory of each worker's device in a dry run")
+    group.add_argument("--host-memory", metavar="SIZE", help="memory of a host in a dry run; default: this one's")
 
 
 def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

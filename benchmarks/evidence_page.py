@@ -33,16 +33,16 @@ HOW = """## How it is measured
   8 of 4000 features per sample (synthetic). All with {workers} workers.
 - A method and its reference begin with the same weights and see the same samples in the same order, and all accuracies
   and losses of a row were measured with one machine, torch and Python. The learning rate falls to a fifth at 60 and
-  at 85 % of the steps. Learning rates are the reference's (SGD with momentum 0.9, or AdamW), not tuned by method; exceptions are in
-  the tables, with their reasons in `benchmarks/evidence_claims.py`.
+  at 85 % of the steps. Learning rates are the reference's (SGD with momentum 0.9, or AdamW), not tuned by method;
+  exceptions are in the tables, with their reasons in `benchmarks/evidence_claims.py`.
 - Numbers are the mean over {seeds} ± their standard deviation.
 - **as good as**: not worse than the reference by more than 0.5 points of accuracy (digits) or 1 % of its loss (text,
   sparse), or by its standard deviation if that is more. **better than**: better by more than that, and by more than the
   standard deviations of both. A run whose loss is not finite or above 20 has diverged, and is worse than all.
 - **bytes**: the bytes that a rank sent in the run according to the ledger (mean over the ranks), divided by the
   reference's; on two hosts, those sent from host to host. **step**: a training step of an MLP of 1.05 M parameters
-  (4.2 MB) between emulated hosts ([the lab](lab.md)), and its speed relative to the reference's step: 4 hosts with one worker each, or
-  2 with two for `hierarchical` and `shared`. **faster than**: the other takes at least 5 % longer.
+  (4.2 MB) between emulated hosts ([the lab](lab.md)), and its speed relative to the reference's step: 4 hosts with
+  one worker each, or 2 with two for `hierarchical` and `shared`. **faster than**: the other takes at least 5 % longer.
 - **one worker 4 times as slow**: compute is emulated by sleeping for 20 ms and for 80 ms; shown are windows a
   second of all workers together.
 - A row **holds** if every measured check does, **does not hold here** if none of its main checks does (the result of

@@ -321,7 +321,7 @@ def _serve(channel: Channel, token: bytes, given: Mapping[str, Any]) -> int:
     try:
         status = host.run()
     except KeyboardInterrupt:
-        _say("leaves the run: the others go on without this host")
+        _say("leaves the run: the others continue without this host")
         return 130
     finally:
         host.stop()

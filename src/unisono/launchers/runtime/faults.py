@@ -145,7 +145,9 @@ class _Reader:
         start = self.place
         kind = self.skip(r"[a-zA-Z_-]+")
         if kind == "partition":
-            problem = "partition is not offered: no world goes on in parts yet; `stop` cuts one rank off for a time"
+            problem = (
+                "partition is not offered: no world can continue in parts yet; `stop` cuts one rank off for a time"
+            )
             raise FaultError(problem, self.text, start)
         if kind not in _FORMS:
             self.place = start

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _file = item.path
         if gc.get_freeze_count() < _frozen:
             _freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """A rank that a test lets die hears of its background save no more: the next test shall not either."""
+    if behind := sys.modules.get("unisono.training.checkpoint.behind"):
+        for saves in list(behind._under_way):
+            saves.wait()
+            behind._under_way.discard(saves)
 
 
 def _stop_servers(folder: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class DelayedNesterov(Optimizer):
                 param.add_(param.grad, alpha=-group["lr"] / n)
 
 
-class Visit(TypedDict):
+class Visit(NamedTuple):
     """What a worker says of itself when it comes with a difference."""
 
     samples: float  # behind the difference, in mean batches
@@ -115,17 +115,17 @@ class OuterServer(Server):
 
     def _take_in(self) -> None:
         given, self._round, self._due = self._round, {}, None
-        every = [visit["samples"] for worker, visit in self._visits.items() if worker in {*self._clocks, *given}]
+        every = [visit.samples for worker, visit in self._visits.items() if worker in {*self._clocks, *given}]
         mean = sum(every) / len(every)
         for worker, grads in sorted(given.items()):
-            weight = self._visits[worker]["samples"] / mean if mean else 0.0
+            weight = self._visits[worker].samples / mean if mean else 0.0
             scaled = [None if g is None else g * weight for g in grads or ()]
             self._step(scaled, [{**self._options, "workers": max(1, len(self._clocks))}], share=1.0)
         self._rounds += 1
 
     def _count_windows(self, worker: int) -> int:
         """How many a worker is to make until it comes again: `every`, times its speed over the fastest's."""
-        speeds = {w: v["windows"] / max(v["seconds"], 1e-9) for w, v in self._visits.items() if w in self._clocks}
+        speeds = {w: v.windows / max(v.seconds, 1e-9) for w, v in self._visits.items() if w in self._clocks}
         every: int = self._strategy.every
         if not self._strategy.pace or worker not in speeds:
             return every

@@ -108,11 +108,11 @@ class AsyncDiLoCoReplica(ServedWorker):
             for name, base in self._base.items()
         ]
         self._sent = True
-        link.push(moved, [dict(visit)], None, self._written)
+        link.push(moved, [visit._asdict()], None, self._written)
         answer = link.pull()
         self._take_base()
         counted = answer.ahead > 0
-        ledger.event("visit", **visit, missed=answer.missed, counted=counted, clocks=answer.clocks)
+        ledger.event("visit", **visit._asdict(), missed=answer.missed, counted=counted, clocks=answer.clocks)
         if counted:
             self._missed[answer.missed] += 1
         else:
@@ -120,7 +120,7 @@ class AsyncDiLoCoReplica(ServedWorker):
             if self._dropped == 1:
                 warn_user(
                     f"async_diloco: {answer.missed} differences of others were taken in since this worker came last, "
-                    f"more than staleness={self.strategy.staleness} rounds, so that its own of {visit['windows']} "
+                    f"more than staleness={self.strategy.staleness} rounds, so that its own of {visit.windows} "
                     "windows is dropped; it goes on from the present model"
                 )
         self._forget_visit(abs(answer.ahead))
@@ -199,7 +199,7 @@ class AsyncDiLoCoReplica(ServedWorker):
     @torch.no_grad()
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """In the same world each goes on from where it was, as if it had just come; else all begin from the model."""
-        mine = locals_[0] if same_world else {"base": {}, "visit": [self.strategy.every, 0, 0.0]}
+        mine: dict[str, Any] = locals_[0] if same_world else {"base": {}, "visit": [self.strategy.every, 0, 0.0]}
         goal, windows, samples = mine["visit"]
         self._begin_from({**self._outer, **mine["base"]}, goal)
         self._windows, self._samples = windows, samples

@@ -109,6 +109,7 @@ VARIANTS = {
     "zero_3": Variant("zero(stage=3)", adam=True),
     "sparseloco": Variant("sparseloco(every=20)", adam=True),
     "sparseloco_8": Variant("sparseloco(every=20, k=512)", adam=True),
+    "async_diloco": Variant("async_diloco(every=20)", adam=True),
     "ef21": Variant("ef21(topk(k=0.01, feedback=False))", lr=AVERAGED, momentum=0.0),
     "ef21_10": Variant("ef21(topk(k=0.1, feedback=False))", lr=AVERAGED, momentum=0.0),
     "loco": Variant("loco"),
@@ -535,6 +536,16 @@ ROWS = {
             fewer_bytes("sparseloco", "diloco", 0.05),
         ),
         links=("adam", "sparseloco"),
+    ),
+    "async_diloco": Row(
+        "Local training without a barrier, with delayed Nesterov momentum, learns as the synchronous kind does.",
+        "Liu et al. 2024, Asynchronous Local-SGD, abstract (arXiv:2401.09135)",
+        ("adam", "diloco", "async_diloco"),
+        all_of(
+            as_good("async_diloco", "diloco", *BOTH),
+            fewer_bytes("async_diloco", "adam", 0.1),
+        ),
+        links=("adam", "async_diloco"),
     ),
     "ef21": Row(
         "Estimates of momenta, corrected by their largest numbers, converge as SGD does, whatever the batch.",

@@ -216,6 +216,16 @@ PAGES: dict[str, Page] = {
         leaves_out=("ask", "answer"),
         numbers_once=True,
     ),
+    "async_diloco": Page(
+        Course("async_diloco(every=2, pace=False)", windows=4),
+        [("how far it has moved", M), ("the outer model", M)],
+        "Workers are drawn with different speeds, and none waits for another. Worker 0 has the server beside its "
+        "program, which takes in each difference when it comes. Left out: the small messages.",
+        speeds={1: 0.8, 3: 0.55},
+        change=special.serve_beside,
+        leaves_out=("ask", "answer"),
+        numbers_once=True,
+    ),
     "hogwild": Page(
         Course("hogwild", windows=3, hosts=ONE),
         [],

@@ -68,20 +68,20 @@ _answered: list[tuple[list[Window], list[Window]]] = []  # a push, and who may g
 def in_turns() -> Iterator[None]:
     """`parameter_server(staleness=1)` takes pushes as they come: here in the order of `TURNS`, with a slow worker 2.
     Whom it lets go on after each is noted."""
-    from unisono.strategies.parameter_server.server import Server
+    from unisono.strategies.parameter_server.server import GradientServer
 
-    push, step = Server.push, Server._step
+    push, step = GradientServer.push, GradientServer._step
     turn, counts, waiting = threading.Condition(), [0] * SERVER, list[Window]()
     _answered.clear()
 
-    def push_in_turn(self: Server, worker: int, *args: Any, **kwargs: Any) -> Any:
+    def push_in_turn(self: GradientServer, worker: int, *args: Any, **kwargs: Any) -> Any:
         window = (worker, counts[worker])
         with turn:
             turn.wait_for(lambda: TURNS[len(_answered)] == window)
         counts[worker] += 1
         return push(self, worker, *args, **kwargs)
 
-    def step_noted(self: Server, *args: Any, **kwargs: Any) -> None:
+    def step_noted(self: GradientServer, *args: Any, **kwargs: Any) -> None:
         step(self, *args, **kwargs)
         assert self.staleness is not None
         with turn:
@@ -92,13 +92,29 @@ def in_turns() -> Iterator[None]:
             _answered.append(([pushed], free))
             turn.notify_all()
 
-    with patch.object(Server, "push", push_in_turn), patch.object(Server, "_step", step_noted):
+    with patch.object(GradientServer, "push", push_in_turn), patch.object(GradientServer, "_step", step_noted):
         yield
 
 
 def serve_in_turns(causes: Causes) -> None:
     """The server's part, as noted."""
     _serve(causes, _answered)
+
+
+def serve_beside(causes: Causes) -> None:
+    """`async_diloco`: each thread of the server answers one worker, as soon as that has pushed."""
+    for lane in [lane for lane in causes.atoms if not isinstance(lane, int)]:
+        begun = [atom.about for atom in causes.atoms[lane] if atom.what == "begin"]
+        if not begun:
+            continue
+        worker = causes.atoms[causes.messages[begun[0]].ranks[1]]
+        visits = [(i, keys) for i, keys in enumerate(_list_begun(worker)) if keys]
+        server = causes.atoms[lane] = []
+        causes.atoms[0].insert(0, Atom("spawn", lane))
+        for n, (window, keys) in enumerate(visits):
+            answers = begun[2 * n : 2 * n + 2]  # what is said, and the model
+            server += [Atom("wait", key) for key in keys] + [Atom("begin", key) for key in answers]
+            _hear(worker, window, answers)
 
 
 def _serve(causes: Causes, rounds: Sequence[tuple[Sequence[Window], Sequence[Window]]]) -> None:
@@ -119,6 +135,7 @@ def _serve(causes: Causes, rounds: Sequence[tuple[Sequence[Window], Sequence[Win
             pair = answers[rank][2 * window :][:2]  # what is said, and the parameters
             server += [Atom("begin", key) for key in pair]
             _hear(causes.atoms[rank], window - first, pair)
+            _leave_step(causes.atoms[rank], window - first)
 
 
 def _list_begun(atoms: Sequence[Atom]) -> list[list[Any]]:
@@ -133,12 +150,22 @@ def _list_begun(atoms: Sequence[Atom]) -> list[list[Any]]:
 
 
 def _hear(atoms: list[Atom], i: int, keys: list[Any]) -> None:
-    """A worker waits in window i for these, which it receives as one; and the optimizer's step is the server's."""
-    begins = [n for n, atom in enumerate(atoms) if atom.what == "window"]
-    at = next(n for n in range(begins[i], len(atoms)) if atoms[n].what == "wait")
+    """A worker waits in window i for these, which it receives as one."""
+    at = _find(atoms, _find_window(atoms, i), "wait")
     atoms[at : at + 1] = [Atom("wait", key) for key in keys]
-    step = next(n for n in range(at, len(atoms)) if atoms[n].what == "work" and atoms[n].about == "step")
-    del atoms[step]
+
+
+def _leave_step(atoms: list[Atom], i: int) -> None:
+    """The optimizer's step of window i is the server's."""
+    del atoms[_find(atoms, _find(atoms, _find_window(atoms, i), "wait"), "work", "step")]
+
+
+def _find_window(atoms: Sequence[Atom], i: int) -> int:
+    return [n for n, atom in enumerate(atoms) if atom.what == "window"][i]
+
+
+def _find(atoms: Sequence[Atom], start: int, what: str, about: Any = None) -> int:
+    return next(n for n in range(start, len(atoms)) if atoms[n].what == what and about in (None, atoms[n].about))
 
 
 COMPUTE_S, SECONDS_A_BYTE = 0.02, 1e-6

@@ -212,7 +212,16 @@ def test_a_step_of_a_model_that_all_share_is_ended_by_those_left(alone: dict[str
 
 @pytest.mark.parametrize(
     "strategy",
-    ["local_sgd(every=2)", "diloco(every=3)", "gossip", "async_average", "hogwild", "crossbow", "parameter_server"],
+    [
+        "local_sgd(every=2)",
+        "diloco(every=3)",
+        "gossip",
+        "async_average",
+        "hogwild",
+        "crossbow",
+        "parameter_server",
+        "async_diloco(every=2)",
+    ],
 )
 def test_every_method_goes_on_and_grows_back(strategy: str) -> None:
     results = un.launch(

@@ -33,12 +33,12 @@ PROGRAM = """
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     if os.environ.get("DIES") == str(rank) and "own" in spec:  # a server: it dies while it serves
         from unisono.strategies.parameter_server import server
-        push = server.Server.push
+        push = server.GradientServer.push
         def deadly(self, *given):
             if self.version == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return push(self, *given)
-        server.Server.push = deadly
+        server.GradientServer.push = deadly
     replica = un.parallel(model, optimizer, spec)
     if os.environ.get("RESUME"):
         un.load(folder, replica)

@@ -15,6 +15,7 @@ SPECS = {
     "diloco": "diloco(every=4, fragments=2, delay=1)",
     "sparseloco": "sparseloco(every=4, chunk=16, k=4, fragments=2, delay=1)",
     "sparta": "sparta(share=0.2)",
+    "async_diloco": "async_diloco(every=2)",
     "gossip": "gossip(bits=8)",
     "async_average": "async_average(every_s=0.01, warmup=1)",
     "qadam": "qadam(warmup=2)",

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.methods.exchange import windows
-from unisono.methods.strategies.parameter_server.server import Server, optimizer_over
+from unisono.methods.strategies._serving.server import optimizer_over
+from unisono.methods.strategies.parameter_server.server import GradientServer
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -294,12 +295,12 @@ def test_asynchronous_pushes_of_equal_gradients_move_as_far_as_one_synchronous_s
 # The server by itself ----------------------------------------------------------------------------------------------
 
 
-def server(workers: int, **settings: Any) -> tuple[Server, nn.Parameter]:
+def server(workers: int, **settings: Any) -> tuple[GradientServer, nn.Parameter]:
     param = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    return Server([param], torch.optim.SGD([param], lr=1.0), range(workers), **settings), param
+    return GradientServer([param], torch.optim.SGD([param], lr=1.0), range(workers), **settings), param
 
 
-def value(s: Server) -> float:
+def value(s: GradientServer) -> float:
     out = torch.zeros(1, dtype=torch.float64)
     s.read(0, [out])
     return out.item()
@@ -421,7 +422,7 @@ def test_compressed_pushes_converge_and_send_less(spec: str, size: int) -> None:
 def test_feedback_sends_in_time_what_did_not_get_through() -> None:
     from unisono.methods.kernels.noise import Noise
     from unisono.methods.reducer import Codec
-    from unisono.methods.strategies.parameter_server.protocol import Coder
+    from unisono.methods.strategies._serving.protocol import Coder
 
     def half(x: Tensor, _: Noise) -> Tensor:
         return x.round().view(torch.uint8)

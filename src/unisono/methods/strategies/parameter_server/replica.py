@@ -12,10 +12,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono import packing
-from unisono.methods.strategies.parameter_server.placement import Connections, connect, split_parameters
-from unisono.methods.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink
-from unisono.methods.strategies.parameter_server.server import Grads, Server, Settings, Values, options_of
-from unisono.methods.strategy import Change, ModelPart, PeriodicReplica
+from unisono.methods.strategies._serving.placement import connect, split_parameters
+from unisono.methods.strategies._serving.protocol import Coder
+from unisono.methods.strategies._serving.server import Grads, Settings, Values, options_of
+from unisono.methods.strategies._serving.worker import ServedWorker
+from unisono.methods.strategies.parameter_server.server import GradientServer
+from unisono.methods.strategy import Change, ModelPart
 from unisono.training.batch_norm import move_batch_norm
 from unisono.world import PeerLost, World
 from unisono.world.operations import put_back
@@ -24,11 +26,10 @@ if TYPE_CHECKING:
     from unisono.methods.strategies.parameter_server import parameter_server
 
 
-class ServedReplica(PeriodicReplica):
+class ServedReplica(ServedWorker):
     """A worker's copy of the model. Its optimizer steps nothing: the servers' optimizers do."""
 
     strategy: parameter_server
-    slow_ranks = "ignore"
     no_average = (
         "the servers step the model, and what a worker has of it may be some steps old. Use allreduce or zero, or "
         "average the checkpoints that un.save wrote"
@@ -37,7 +38,6 @@ class ServedReplica(PeriodicReplica):
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: parameter_server) -> None:
         self.strategy = strategy
         self._parts: list[list[Parameter]] = []
-        self._connections: Connections | None = None
         self._connect(model, optimizer, world, own=strategy.place == "own")  # servers on their own end here
         self._connected = True
         self._stashed: list[tuple[Parameter, Tensor | None]] = []
@@ -73,7 +73,9 @@ class ServedReplica(PeriodicReplica):
             self._parts,
             range(n - count, n) if own else range(count),
             workers,
-            server=lambda part: Server(part, optimizer, workers, staleness=strategy.staleness, delay=strategy.delay),
+            server=lambda part: GradientServer(
+                part, optimizer, workers, staleness=strategy.staleness, delay=strategy.delay
+            ),
             coder=lambda part, worker, server: (
                 None
                 if strategy.reducer is None or strategy.reducer.codec is None
@@ -88,10 +90,6 @@ class ServedReplica(PeriodicReplica):
         if own:
             move_batch_norm(model, world)
         self._connections.leave_without(self)
-
-    @property
-    def _links(self) -> Sequence[LocalLink | RemoteLink]:
-        return self._connections.links if self._connections is not None else ()
 
     # Training ---------------------------------------------------------------------------------------------------
 
@@ -194,13 +192,6 @@ class ServedReplica(PeriodicReplica):
         self._rest(made, buffers=True)  # the last: a rank that serves goes on when all have been answered
         return made
 
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their mean over the workers that have not left."""
-        every = list(self.gather_present(list(tensors)).values()) if tensors else []
-        for x, *each in zip(tensors, *every, strict=True):
-            fractions = x.is_floating_point() or x.is_complex()
-            x.copy_(torch.stack(each).mean(0) if fractions else each[0])
-
     @torch.no_grad()
     def _rest(self, model: nn.Module, *, buffers: bool) -> None:
         """When all workers rest: the servers' parameters into `model`, the optimizer's states home."""
@@ -244,17 +235,6 @@ class ServedReplica(PeriodicReplica):
                 param.copy_(value)
             self._take(part, states)
         self._at_home = True
-
-    def present_ranks(self) -> list[int]:
-        """The workers that have not left, by what the first server knows."""
-        return sorted(self.gather_present(None))
-
-    def gather_present(self, obj: Any) -> dict[int, Any]:
-        """By way of the first server: it goes on without workers that have died, as training does."""
-        if self._connections is None:
-            return super().gather_present(obj)
-        every = packing.from_bytes(self._links[0].gather(packing.to_bytes(obj)))
-        return {worker: packing.from_bytes(data) for worker, data in every}
 
     def model_part(self) -> ModelPart:
         return ModelPart(first=list(self.model.buffers()))
@@ -306,13 +286,6 @@ class ServedReplica(PeriodicReplica):
             if self.healing is None:
                 raise
             self._at_home = True  # a server was lost: go on from the parameters that this worker pulled last
-
-    def stop(self, change: Change | None = None) -> None:
-        connections, self._connections, self._connected = self._connections, None, False
-        if connections is not None and change is None:
-            connections.finish()
-        elif connections is not None:
-            connections.abandon()
 
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
         super().carry(change, shared)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from torch.nn import Parameter
 
-from unisono.methods.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink, RequestLoop, Settled
-from unisono.methods.strategies.parameter_server.server import Server, Values
+from unisono.methods.strategies._serving.protocol import Coder, LocalLink, RemoteLink, RequestLoop, Settled
+from unisono.methods.strategies._serving.server import Server, Values
 from unisono.world import World
 
 

@@ -19,7 +19,7 @@ from unisono.background import Handle, SerialQueue
 from unisono.methods.buckets import FlatLayout
 from unisono.methods.kernels.noise import noise
 from unisono.methods.reducer import Codec
-from unisono.methods.strategies.parameter_server.server import Answer, Grads, Server, Settings, Values
+from unisono.methods.strategies._serving.server import Answer, Grads, Server, Settings, Values
 from unisono.world import PeerLost, World
 from unisono.world.ledger import Record
 
@@ -69,8 +69,8 @@ class LocalLink:
 
     def __init__(self, server: Server, worker: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
         self.server, self.worker, self.targets, self.coder = server, worker, targets, coder
-        # What the targets were made: without staleness the server stands still until this worker's next push.
-        self.pulled = server.values if server.staleness == 0 else server.layout.views(torch.zeros_like(server.line))
+        # What the targets were made.
+        self.pulled = server.values if server.stands_still else server.layout.views(torch.zeros_like(server.line))
         self.note_pulled()
         self._given: tuple[Grads | None, Settings | None, Values] = (None, None, [])
 
@@ -317,9 +317,9 @@ class RequestLoop:
             self._send(torch.empty(0, dtype=torch.uint8))
 
     def _send(self, line: Tensor, answer: Answer | None = None, *, wrong: bool = False) -> None:
-        clocks = answer.clocks if answer is not None else [0] * self.server.workers
-        ahead, missed = (answer.ahead, answer.missed) if answer is not None else (0, 0)
-        self.pair.send(torch.tensor([int(wrong), line.numel(), ahead, missed, *clocks]), _WORKER, tag="answer").wait()
+        ahead, missed, clocks = answer or Answer(0, 0, [0] * self.server.workers)
+        head = [int(wrong), line.numel(), ahead, missed, *clocks]
+        self.pair.send(torch.tensor(head), _WORKER, tag="answer").wait()
         if line.numel():
             self.pair.send(line, _WORKER, tag="pull").wait()
 

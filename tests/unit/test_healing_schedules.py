@@ -283,3 +283,69 @@ def test_all_ranks_end_with_the_steps_and_the_rate_of_the_others(strategy: str) 
         assert not run.errors, f"{run.describe()}\n" + "\n".join(run.errors.values())
         for found in run.results.values():
             assert found == (steps, pytest.approx(0.3 / (1.0 + 0.2 * steps))), f"{run.results} {run.describe()}"
+
+
+TOKENS = torch.randint(1, 30, (SAMPLES,), generator=torch.Generator().manual_seed(5))
+PULLS = torch.linspace(-2.0, 1.0, SAMPLES, dtype=torch.float64)  # of each sample, on the one parameter
+Window = tuple[int, int, int, float, float]  # worker, step, generation, tokens, and the mean pull of a token
+
+
+def train_by_tokens(world: World, life: Life, *, strategy: str, trace: list[Window]) -> float:
+    """A parameter that each token pulls by a constant, under SGD; a batch is divided by tokens."""
+    model = nn.ParameterList([torch.zeros((), dtype=torch.float64)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = un.parallel(model, optimizer, strategy, world=world)
+    data = (PULLS, TOKENS)
+    shard = un.shard(data, BATCH, seed=3, cost=TOKENS.tolist(), weigh_by="cost", drop_last=True, world=world)
+    life.is_armed = True
+    for _ in range(6):
+        for pulls, tokens in shard:
+            pull, before = float((pulls * tokens).sum() / tokens.sum()), replica.step
+            assert world.elastic is not None
+            generation = world.elastic.membership.generation
+            (model[0] * pull).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if replica.step > before:
+                trace.append((life.number, replica.step, generation, float(tokens.sum()), pull))
+                life.run.advance()
+    replica.meet_if_due()
+    return float(replica.consolidate()[0].detach())
+
+
+def average_by_tokens(trace: list[Window], every: int) -> float:
+    """The same without the library: the models become one after every so many steps and whenever workers come or go; each
+    counts by its part of the tokens of the batches since then."""
+    models: dict[int, float] = {}
+    parts: dict[int, float] = {}
+    mean, former = 0.0, None
+
+    def merge() -> float:
+        total = sum(parts.values())
+        return sum(parts[worker] * models[worker] for worker in parts) / total if total else mean
+
+    for step in sorted({window[1] for window in trace}):
+        here = [window for window in trace if window[1] == step]
+        [generation] = {window[2] for window in here}
+        if generation != former or (step - 1) % every == 0:
+            mean, parts, former = merge(), {}, generation
+            models = {window[0]: mean for window in here}
+        tokens = sum(window[3] for window in here)
+        for worker, _, _, mine, pull in here:
+            models[worker] -= 0.1 * pull
+            parts[worker] = parts.get(worker, 0.0) + mine / tokens
+    return merge()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["local_sgd(every=3, start=0)", "diloco(every=3, outer_lr=1.0, outer_momentum=0.0)"]
+)
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_worker_that_returns_counts_by_its_tokens_since(strategy: str, at: int) -> None:
+    """The others train on while it is away."""
+    trace: list[Window] = []
+    program = partial(train_by_tokens, strategy=strategy, trace=trace)
+    run = Run(program, 3, [Event("die before", 2, at)]).play()
+    assert not run.errors, f"{run.describe()}\n" + "\n".join(run.errors.values())
+    for found in run.results.values():
+        assert found == pytest.approx(average_by_tokens(trace, 3), abs=1e-12)

@@ -314,8 +314,8 @@ def train_by_tokens(world: World, life: Life, *, strategy: str, trace: list[Wind
 
 
 def average_by_tokens(trace: list[Window], every: int) -> float:
-    """The same without the library: the models become one after every so many steps and whenever workers come or go; each
-    counts by its part of the tokens of the batches since then."""
+    """The same without the library: the models become one after every so many steps and whenever workers come or go;
+    each counts by its part of the tokens of the batches since then."""
     models: dict[int, float] = {}
     parts: dict[int, float] = {}
     mean, former = 0.0, None

@@ -48,6 +48,9 @@ def save_last(folder: str, fails: bool) -> str:
     world = un.join(device="cpu")
     model = nn.Linear(3, 3)
     replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in un.shard(torch.ones(4, 3), batch_size=4):
+        model(x).sum().backward()
+        replica.optimizer.step()
     write = safetensors.write
 
     def write_late(*arguments: Any) -> Any:
@@ -62,7 +65,7 @@ def save_last(folder: str, fails: bool) -> str:
 
 
 def test_the_error_of_a_last_save_is_its_workers(tmp_path: Path) -> None:
-    with pytest.raises(un.WorkerError, match=f"step 0 in {tmp_path}.*could not be written.*No space left on device"):
+    with pytest.raises(un.WorkerError, match=f"step 1 in {tmp_path}.*could not be written.*No space left on device"):
         un.launch(save_last, workers=2, args=(str(tmp_path), True), threads=1, timeout_s=60)
 
 
@@ -70,8 +73,8 @@ def test_a_last_save_may_take_longer_than_a_process_to_end(tmp_path: Path, monke
     """An elastic run kills processes whose program has ended, after a while."""
     monkeypatch.setattr("unisono.launchers.elastic.LEAVE_S", 0.5)
     ranks = un.launch(save_last, workers=2, least=1, args=(str(tmp_path), False), threads=1, timeout_s=60)
-    assert ranks == [str(tmp_path / "step-0000000000")] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000000"]
+    assert ranks == [str(tmp_path / "step-0000000001")] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
 
 
 def save_by_fsdp2(folder: str) -> dict[str, torch.Tensor]:

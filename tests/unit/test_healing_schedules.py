@@ -285,7 +285,7 @@ def test_all_ranks_end_with_the_steps_and_the_rate_of_the_others(strategy: str) 
             assert found == (steps, pytest.approx(0.3 / (1.0 + 0.2 * steps))), f"{run.results} {run.describe()}"
 
 
-TOKENS = torch.randint(1, 30, (SAMPLES,), generator=torch.Generator().manual_seed(5))
+TOKENS = torch.tensor([1, 29, 5, 17, 11, 3]).repeat(4)[:SAMPLES]  # each batch has as many as any other
 PULLS = torch.linspace(-2.0, 1.0, SAMPLES, dtype=torch.float64)  # of each sample, on the one parameter
 Window = tuple[int, int, int, float, float]  # worker, step, generation, tokens, and the mean pull of a token
 
@@ -296,7 +296,8 @@ def train_by_tokens(world: World, life: Life, *, strategy: str, trace: list[Wind
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = un.parallel(model, optimizer, strategy, world=world)
     data = (PULLS, TOKENS)
-    shard = un.shard(data, BATCH, seed=3, cost=TOKENS.tolist(), weigh_by="cost", drop_last=True, world=world)
+    options: dict[str, Any] = {"cost": TOKENS.tolist(), "weigh_by": "cost", "shuffle": False, "drop_last": True}
+    shard = un.shard(data, BATCH, world=world, **options)
     life.is_armed = True
     for _ in range(6):
         for pulls, tokens in shard:
@@ -314,27 +315,28 @@ def train_by_tokens(world: World, life: Life, *, strategy: str, trace: list[Wind
 
 
 def average_by_tokens(trace: list[Window], every: int) -> float:
-    """The same without the library: the models become one after every so many steps and whenever workers come or go;
-    each counts by its part of the tokens of the batches since then."""
+    """The same without the library: the models become one after every so many steps, and whenever workers come or go
+    that of those who stay; each counts by its tokens since then."""
     models: dict[int, float] = {}
-    parts: dict[int, float] = {}
-    mean, former = 0.0, None
+    tokens: dict[int, float] = {}
+    mean, former, before = 0.0, None, set[int]()
 
-    def merge() -> float:
-        total = sum(parts.values())
-        return sum(parts[worker] * models[worker] for worker in parts) / total if total else mean
+    def merge(workers: set[int]) -> float:
+        total = sum(tokens[worker] for worker in workers)
+        return sum(tokens[worker] * models[worker] for worker in workers) / total if total else mean
 
     for step in sorted({window[1] for window in trace}):
-        here = [window for window in trace if window[1] == step]
-        [generation] = {window[2] for window in here}
-        if generation != former or (step - 1) % every == 0:
-            mean, parts, former = merge(), {}, generation
-            models = {window[0]: mean for window in here}
-        tokens = sum(window[3] for window in here)
-        for worker, _, _, mine, pull in here:
+        here = {window[0]: window for window in trace if window[1] == step}
+        [generation] = {window[2] for window in here.values()}
+        exchanged = (step - 1) % every == 0
+        if exchanged or generation != former:
+            mean = merge(before if exchanged else before & here.keys())
+            models, tokens = dict.fromkeys(here, mean), dict.fromkeys(here, 0.0)
+        for worker, (*_, mine, pull) in here.items():
             models[worker] -= 0.1 * pull
-            parts[worker] = parts.get(worker, 0.0) + mine / tokens
-    return merge()
+            tokens[worker] += mine
+        former, before = generation, set(here)
+    return merge(before)
 
 
 @pytest.mark.parametrize(

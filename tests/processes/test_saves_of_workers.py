@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +39,42 @@ def test_two_workers_killed_during_background_saves_leave_a_whole_one(tmp_path: 
     assert loaded.step == loaded.extra["0"] == newest
     un.save(folder, replica)
     assert [path.name for path in folder.iterdir() if not path.name.startswith("step-")] == []
+
+
+def save_last(folder: str, fails: bool) -> str:
+    """A background save is the last that the program does; on rank 1 it takes its time, or fails."""
+    from unisono.training.checkpoint import safetensors
+
+    world = un.join(device="cpu")
+    model = nn.Linear(3, 3)
+    replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in un.shard(torch.ones(4, 3), batch_size=4):
+        model(x).sum().backward()
+        replica.optimizer.step()
+    write = safetensors.write
+
+    def write_late(*arguments: Any) -> Any:
+        time.sleep(3.0)
+        if fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*arguments)
+
+    if world.rank == 1:
+        safetensors.write = write_late
+    return un.save(folder, replica, background=True)
+
+
+def test_the_error_of_a_last_save_is_its_workers(tmp_path: Path) -> None:
+    with pytest.raises(un.WorkerError, match=f"step 1 in {tmp_path}.*could not be written.*No space left on device"):
+        un.launch(save_last, workers=2, args=(str(tmp_path), True), threads=1, timeout_s=60)
+
+
+def test_a_last_save_may_take_longer_than_a_process_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic run kills processes whose program has ended, after a while."""
+    monkeypatch.setattr("unisono.launchers.elastic.LEAVE_S", 0.5)
+    ranks = un.launch(save_last, workers=2, least=1, args=(str(tmp_path), False), threads=1, timeout_s=60)
+    assert ranks == [str(tmp_path / "step-0000000001")] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
 
 
 def save_by_fsdp2(folder: str) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from preloaded import Program
 from unisono.methods.offload import chunks
 from unisono.methods.offload.disk import DiskError
 from unisono.training.checkpoint import CheckpointError, behind, checkpoint, folder, safetensors
+from unisono.training.checkpoint.remote import find_place
 from unisono.training.checkpoint.save_clock import SaveClock
 from unisono.training.checkpoint.slices import Piece, Span
 from unisono.training.checkpoint.snapshot import Snapshot
@@ -169,12 +170,18 @@ def test_a_rank_that_is_lost_meanwhile_costs_this_checkpoint_alone(tmp_path, mon
     assert not [name for name in steps(tmp_path) if not name.startswith(".")]
 
 
-def test_a_rank_that_ended_is_known_by_its_lock(tmp_path):
+def test_a_rank_that_ended_is_known_by_its_lock(tmp_path, monkeypatch):
+    """And one that lives is waited for, also at the end of the program; without locks for some minutes."""
     lock = folder.begin_folder(tmp_path, 1)[1]
     [writing] = tmp_path.iterdir()
     zero, one = (behind.Parts(writing, rank, 2) for rank in (0, 1))
     one.enter()
-    assert zero._find_loss(1) == one._find_loss(0) == ""
+    monkeypatch.setattr(behind, "_EXIT_S", -1e9)
+    monkeypatch.setattr(behind, "_ending", ended := threading.Event())
+    for _ in range(2):
+        assert zero._find_loss(1) == one._find_loss(0) == ""
+        ended.set()
+    assert "end of the program" in behind.Parts(find_place("memory://ending"), 0, 2)._find_loss(1)
     one.leave()
     with pytest.raises(behind.Lost, match="rank 1 ended before it had written its part"):
         zero.take(".part-00001", 1)
@@ -329,6 +336,30 @@ un.save(sys.argv[1], replica, background=True)
     assert "No space left on device" in err
 
 
+@pytest.mark.parametrize("first", ["", "un.save(sys.argv[1], replica, background=True)\n"], ids=["first", "later"])
+@pytest.mark.parametrize("disk", ["", "safetensors.write = fail\n"], ids=["room", "full"])
+def test_what_an_exit_handler_saves_is_written_or_its_error_raised_there(tmp_path, first, disk):
+    """No thread starts any more, and nobody asks for errors later."""
+    text = f"""
+import atexit
+def fail(*args):
+    raise OSError(28, "No space left on device")
+{first}un.wait_saved()
+{disk}replica.step = 1
+def save():
+    print(un.save(sys.argv[1], replica, background=True), flush=True)
+atexit.register(save)
+"""
+    _, out, err = run(tmp_path, text)
+    before = ["step-0000000000"] if first else []
+    if disk:
+        assert (out, steps(tmp_path) if tmp_path.exists() else []) == ("", before)
+        assert f"CheckpointError: the checkpoint of step 1 in {tmp_path} could not be written" in err
+    else:
+        assert (out, err) == (f"{tmp_path / 'step-0000000001'}\n", "")
+        assert steps(tmp_path) == [*before, "step-0000000001"]
+
+
 def test_a_process_killed_during_background_saves_never_leaves_one_in_part(tmp_path):
     program = tmp_path.with_suffix(".py")
     program.write_text(
@@ -471,3 +502,29 @@ def test_a_forked_child_does_not_end_with_an_error_of_its_parents_saves(monkeypa
     child.start()
     child.join(60)
     assert child.exitcode == 0
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_save(tmp_path):
+    """It would be taken for another run that saves there, as long as it lives."""
+    context = multiprocessing.get_context("fork")
+    began = context.Event()
+
+    def stay() -> None:
+        began.set()
+        time.sleep(60)
+
+    lock = folder.begin_folder(tmp_path, 1)[1]
+    child = context.Process(target=stay)
+    child.start()
+    try:
+        assert began.wait(30)
+        with pytest.warns(UserWarning, match="another run is saving"):  # the child's end of it changes nothing here
+            assert folder._is_in_use(next(tmp_path.iterdir()))
+        lock.close()
+        with warnings.catch_warnings(action="error"):
+            writing, lock = folder.begin_folder(tmp_path, 2)
+        lock.close()
+    finally:
+        child.kill()
+        child.join()
+    assert steps(tmp_path) == [writing.name]

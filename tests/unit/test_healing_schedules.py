@@ -283,3 +283,71 @@ def test_all_ranks_end_with_the_steps_and_the_rate_of_the_others(strategy: str) 
         assert not run.errors, f"{run.describe()}\n" + "\n".join(run.errors.values())
         for found in run.results.values():
             assert found == (steps, pytest.approx(0.3 / (1.0 + 0.2 * steps))), f"{run.results} {run.describe()}"
+
+
+TOKENS = torch.tensor([1, 29, 5, 17, 11, 3]).repeat(4)[:SAMPLES]  # each batch has as many as any other
+PULLS = torch.linspace(-2.0, 1.0, SAMPLES, dtype=torch.float64)  # of each sample, on the one parameter
+Window = tuple[int, int, int, float, float]  # worker, step, generation, tokens, and the mean pull of a token
+
+
+def train_by_tokens(world: World, life: Life, *, strategy: str, trace: list[Window]) -> float:
+    """A parameter that each token pulls by a constant, under SGD; a batch is divided by tokens."""
+    model = nn.ParameterList([torch.zeros((), dtype=torch.float64)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = un.parallel(model, optimizer, strategy, world=world)
+    data = (PULLS, TOKENS)
+    options: dict[str, Any] = {"cost": TOKENS.tolist(), "weigh_by": "cost", "shuffle": False, "drop_last": True}
+    shard = un.shard(data, BATCH, world=world, **options)
+    life.is_armed = True
+    for _ in range(6):
+        for pulls, tokens in shard:
+            pull, before = float((pulls * tokens).sum() / tokens.sum()), replica.step
+            assert world.elastic is not None
+            generation = world.elastic.membership.generation
+            (model[0] * pull).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if replica.step > before:
+                trace.append((life.number, replica.step, generation, float(tokens.sum()), pull))
+                life.run.advance()
+    replica.meet_if_due()
+    return float(replica.consolidate()[0].detach())
+
+
+def average_by_tokens(trace: list[Window], every: int) -> float:
+    """The same without the library: the models become one after every so many steps, and whenever workers come or go
+    that of those who stay; each counts by its tokens since then."""
+    models: dict[int, float] = {}
+    tokens: dict[int, float] = {}
+    mean, former, before = 0.0, None, set[int]()
+
+    def merge(workers: set[int]) -> float:
+        total = sum(tokens[worker] for worker in workers)
+        return sum(tokens[worker] * models[worker] for worker in workers) / total if total else mean
+
+    for step in sorted({window[1] for window in trace}):
+        here = {window[0]: window for window in trace if window[1] == step}
+        [generation] = {window[2] for window in here.values()}
+        exchanged = (step - 1) % every == 0
+        if exchanged or generation != former:
+            mean = merge(before if exchanged else before & here.keys())
+            models, tokens = dict.fromkeys(here, mean), dict.fromkeys(here, 0.0)
+        for worker, (*_, mine, pull) in here.items():
+            models[worker] -= 0.1 * pull
+            tokens[worker] += mine
+        former, before = generation, set(here)
+    return merge(before)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["local_sgd(every=3, start=0)", "diloco(every=3, outer_lr=1.0, outer_momentum=0.0)"]
+)
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_worker_that_returns_counts_by_its_tokens_since(strategy: str, at: int) -> None:
+    """The others train on while it is away."""
+    trace: list[Window] = []
+    program = partial(train_by_tokens, strategy=strategy, trace=trace)
+    run = Run(program, 3, [Event("die before", 2, at)]).play()
+    assert not run.errors, f"{run.describe()}\n" + "\n".join(run.errors.values())
+    for found in run.results.values():
+        assert found == pytest.approx(average_by_tokens(trace, 3), abs=1e-12)

@@ -227,7 +227,12 @@ def _read_all(fd: int) -> bytes:
 def _run_guarded(program: Callable[[], None], reports: _Reports) -> int:
     try:
         reports.send("ready")  # from here on SIGINT is handled quietly, and the launcher may send it
-        program()
+        try:
+            program()
+        except SystemExit:
+            _end_saves()
+            raise
+        _end_saves()
     except SystemExit as stop:
         if _is_preempted(stop):
             _note_ending("note_ending", "has saved and left, told by SIGTERM")
@@ -251,6 +256,13 @@ def _run_guarded(program: Callable[[], None], reports: _Reports) -> int:
     _note_ending("note_ending", "has ended its program with status 0")
     reports.send("done")
     return 0
+
+
+def _end_saves() -> None:
+    """Wait for checkpoints in the background, as a part of the program: its process may take minutes, and may fail."""
+    saves = sys.modules.get("unisono.training.checkpoint.behind")
+    if saves is not None:
+        saves.end_saves()
 
 
 def _open_debugger(error: BaseException) -> None:

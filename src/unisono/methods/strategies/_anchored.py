@@ -159,6 +159,7 @@ class PendingExchange:
     means: Callable[[], dict[str, Tensor]]
     buffers: list[Tensor]
     written: Written
+    weights: Sequence[float] = ()  # of the windows that it is about, until it has arrived
 
 
 class Rounds(ABC):
@@ -271,8 +272,7 @@ class AnchoredReplica(PeriodicReplica):
                 fragment.release(self._channel)
             self._channel.close()
         self._side = self._channel = None
-        if change is None:
-            self.pending = {}
+        self.pending = {} if change is None else self.pending
 
     def run(self, job: Callable[[World], T]) -> T:
         """Run a job on the channel after what is under way there, and wait for it."""
@@ -331,18 +331,16 @@ class AnchoredReplica(PeriodicReplica):
         """
         if {name for bucket in fragment.buckets for name in bucket.names} != set(fragment.live):
             self.run(partial(fragment.build, self.strategy.bucket_bytes))
-        weight, self._weights[fragment.index] = self.weight(fragment.index), []
+        index, weight, weights = fragment.index, self.weight(fragment.index), self._weights[fragment.index]
         written, code = fragment.written, 0
         if written.values:
             fragment.written = Written()
             written.values = {name: value for name, value in written.values.items() if name in fragment.live}
             code = written.code()
         fragment.fill(weight, written.values)
-        mine, self.fell[fragment.index] = self.fell[fragment.index], False
+        mine, self.fell[index] = self.fell[index], False
         asks = agree_on_decay or self.follows_writes
-        buffers = self._buffers_to_share() if fragment.index == 0 else []
-        if delay:
-            buffers = [b.clone() for b in buffers]
+        buffers = [b.clone() if delay else b for b in (self._buffers_to_share() if index == 0 else [])]
 
         def run(channel: World) -> tuple[bool, bool]:
             fell, agreed = mine, False
@@ -362,8 +360,9 @@ class AnchoredReplica(PeriodicReplica):
             share_buffers(buffers, self.strategy.buffers, channel, weight)
             return bool(fell), agreed
 
-        handle = self._submit(run)
-        self.pending[fragment.index] = PendingExchange(self.met + delay, handle, fragment.means, buffers, written)
+        handle = self._submit(run)  # if a rank is lost in it, the windows still count
+        self._weights[index] = []
+        self.pending[index] = PendingExchange(self.met + delay, handle, fragment.means, buffers, written, weights)
         return weight
 
     def _reduce(self, fragment: Fragment, channel: World) -> None:
@@ -378,8 +377,10 @@ class AnchoredReplica(PeriodicReplica):
 
     def finish(self, fragment: Fragment) -> tuple[dict[str, Tensor], bool]:
         """The mean of the differences, and whether a learning rate fell on some rank (if the ranks agreed on it)."""
-        pending = self.pending.pop(fragment.index)
+        pending, since = self.pending.pop(fragment.index), self._weights[fragment.index]
+        self._weights[fragment.index] = [*pending.weights, *since]  # if it does not arrive
         fell, wrote_alike = self._wait_for(pending)
+        self._weights[fragment.index] = since
         for name, value in pending.written.values.items() if wrote_alike else ():
             anchor = fragment.anchors[name]  # becomes that; numbers that were not changed keep their precision
             anchor.copy_(torch.where(value == anchor.to(value.dtype), anchor, value.to(anchor.dtype)))
@@ -514,13 +515,12 @@ class AnchoredReplica(PeriodicReplica):
                 pending.handle.wait()
                 arrived[index] = pending
             except Exception:  # noqa: PERF203 - a lost rank: what was under way does not arrive
-                continue
+                self._weights[index] = [*pending.weights, *self._weights[index]]
         self.pending = arrived if keep_arrived else {}
 
     def unsent(self) -> Residual | None:
         """What the fragments' reducers have kept back, of all parameters."""
-        parts = [fragment.reduction.unsent() for fragment in self.fragments]
-        if not parts:
+        if not (parts := [fragment.reduction.unsent() for fragment in self.fragments]):
             return None
         shared = {
             "each": {name: entries for part in parts for name, entries in part.shared["each"].items()},

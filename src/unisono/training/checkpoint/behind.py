@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from unisono.launchers.runtime.frames import warn_user
-from unisono.training.checkpoint.folder import SharedByRuns, find_candidates
+from unisono.training.checkpoint.folder import SharedByRuns, find_candidates, take_lock
 from unisono.training.checkpoint.remote import Place, RemotePath
 from unisono.training.checkpoint.savable import Savable
 from unisono.training.checkpoint.snapshot import Snapshot
@@ -37,7 +37,7 @@ from unisono.world import World
 _NICE = 15  # of the writing thread: where all cores are busy it gets 3 % of one
 _MORE_BYTES = 1 << 20  # random numbers and other small things
 _POLL_S, _POLL_REMOTE_S = 0.2, 2.0
-_EXIT_S = 60.0  # at the end of the program, for what other ranks are to do
+_EXIT_S = 600.0  # at the end of the program, for what other ranks are to do, if no lock tells whether they live
 
 
 class Lost(Exception):
@@ -62,9 +62,7 @@ class Parts:
     def enter(self) -> None:
         """Show the others that this rank lives; rank 0 has a lock from the beginning."""
         if self.rank and isinstance(self.folder, Path):
-            self._lock = io.FileIO(self.folder / _name_lock(self.rank), "x")
-            with suppress(OSError):  # a disk without locks
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._lock = take_lock(self.folder / _name_lock(self.rank))
 
     def leave(self) -> None:
         """Let go of the lock."""
@@ -135,18 +133,21 @@ class Parts:
         """Why nothing more will come from another rank, in words; "" if it may."""
         if self.ranks_changed:
             return "ranks have come or gone"
+        if isinstance(self.folder, Path):
+            try:
+                with io.FileIO(self.folder / _name_lock(rank), "r+") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return f"rank {rank} ended before it had written its part"
+            except BlockingIOError:  # it lives
+                return ""
+            except FileNotFoundError:
+                if not self.folder.exists():
+                    return "the folder that was being written is gone"
+            except OSError:  # a disk without locks
+                pass
         if _ending.is_set() and time.monotonic() > _ending_at + _EXIT_S:
             return f"rank {rank} was not ready within {_EXIT_S:.0f} s of the end of the program"
-        if not isinstance(self.folder, Path):
-            return ""
-        try:
-            with io.FileIO(self.folder / _name_lock(rank), "r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return "" if self.folder.exists() else "the folder that was being written is gone"
-        except OSError:  # held, or a disk without locks
-            return ""
-        return f"rank {rank} ended before it had written its part"
+        return ""
 
     def _pause(self) -> None:
         time.sleep(_POLL_S if isinstance(self.folder, Path) else _POLL_REMOTE_S)
@@ -186,11 +187,13 @@ class BackgroundSaves:
         self._root, self._what = str(root), f"the checkpoint of step {step} in {root}"
         self._thread = threading.Thread(target=self._run, args=(write,), name="unisono-save", daemon=True)
         _under_way.add(self)
-        if _ending.is_set():  # begun by what runs at the end of the program: no thread starts any more
-            self._run(write)
+        if _register():
+            self._thread.start()
             return
-        _register()
-        self._thread.start()
+        # Begun by what runs at the end of the program: no thread starts any more, and nobody asks for errors later.
+        self._run(write)
+        if (error := self.find_error()) is not None:
+            raise CheckpointError(str(error)) from error
 
     def warm(self, replica: Savable) -> None:
         """Get the memory for the first copy ready, while training goes on: to be touched for the first time takes
@@ -250,7 +253,9 @@ class BackgroundSaves:
 
 
 def _lower_priority() -> None:
-    """Of this thread alone, on Linux; its reads and writes follow."""
+    """Of this thread alone, on Linux; its reads and writes follow. Not of the program's own."""
+    if threading.current_thread() is threading.main_thread():
+        return
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
@@ -296,24 +301,33 @@ def wait_saved(replica: Any = None) -> None:
         raise CheckpointError("; ".join(map(str, errors))) from errors[0]
 
 
-def _register() -> None:
-    """See to it that a program does not end before what it began is written, nor with status 0 if it could not be."""
+def _register() -> bool:
+    """See to it that a program does not end before what it began is written, nor with status 0 if it could not be;
+    False if it is ending already."""
     global _registered
-    if _registered == os.getpid():
-        return
-    _registered = os.getpid()
-    # Before the pools of threads end that drivers of addresses use; plain atexit comes after these.
-    getattr(threading, "_register_atexit", atexit.register)(_end)
+    if _registered != os.getpid():
+        # Before the pools of threads end that drivers of addresses use; plain atexit comes after these.
+        try:
+            getattr(threading, "_register_atexit", atexit.register)(_end)
+        except RuntimeError:
+            return False
+        _registered = os.getpid()
+    return not _ending.is_set()
+
+
+def end_saves() -> None:
+    """The program has ended: wait for what it began. Raises `CheckpointError` as `wait_saved` does."""
+    global _ending_at
+    _ending_at = time.monotonic()
+    _ending.set()
+    wait_saved()
 
 
 def _end() -> None:
-    global _ending_at
     if _registered != os.getpid():  # a forked child (a DataLoader's worker) has none of the threads that write
         return
-    _ending_at = time.monotonic()
-    _ending.set()
     try:
-        wait_saved()
+        end_saves()
     except Exception as error:
         print(f"unisono: {error}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):

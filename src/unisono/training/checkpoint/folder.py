@@ -16,6 +16,7 @@ import secrets
 import shutil
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -105,15 +106,32 @@ def begin_folder(root: Place, step: int) -> tuple[Place, io.FileIO | None]:
         shutil.rmtree(left, ignore_errors=True)
     making = root / f".making-{secrets.token_hex(8)}"
     making.mkdir()
-    lock = io.FileIO(making / _LOCK, "x")
+    lock = take_lock(making / _LOCK)
     try:
-        with suppress(OSError):  # a disk without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
         return making.rename(root / f".writing-{_name_step(step)}-{secrets.token_hex(8)}"), lock
     except BaseException:
         lock.close()
         shutil.rmtree(making, ignore_errors=True)
         raise
+
+
+def take_lock(path: Path) -> io.FileIO:
+    """Lock a new file until it is closed or this process ends. A process that is forked meanwhile (a loader's) does not
+    keep the lock."""
+    lock = io.FileIO(path, "x")
+    _locks.add(lock)
+    with suppress(OSError):  # a disk without locks
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _close_locks() -> None:
+    for lock in list(_locks):
+        lock.close()
+
+
+_locks: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def _begin_remote(root: RemotePath, step: int) -> RemotePath:

@@ -294,7 +294,7 @@ def _compare(run: Mapping[str, Any]) -> None:
         ) from None
     found = describe_run(run["program"])["digest"]
     if run["digest"] is not None and found != run["digest"]:
-        what = "is not there" if found is None else "is another than that of the run"
+        what = "is missing" if found is None else "differs from that of the run"
         raise CannotJoin(f"{Path(folder, run['file'])} {what}: copy the program of the run to this host")
 
 

@@ -534,7 +534,7 @@ def _apply_average(saved: Any, replica: Savable) -> None:
     if average is not None:
         average.load(saved)
         if saved is None:
-            problem = "it holds no average of the weights: that begins anew, with the next step that counts"
+            problem = "it holds no average of the weights: the average starts afresh with the next step that counts"
     elif saved is not None:
         problem = (
             f"it holds an average of the weights (decay={saved['decay']!r}, {saved['updates']} updates), and this run "

@@ -16,6 +16,7 @@ class Relay:
         self.port = self._listener.getsockname()[1]
         self.seen = bytearray()
         self.cuts = 0
+        self.loses_answer = False  # the next that comes back is lost, and all connections are broken
         self._cut_at: int | None = None
         self._ends: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -38,15 +39,16 @@ class Relay:
                 return
             with self._lock:
                 self._ends += [near, far]
-            for source, target in ((near, far), (far, near)):
-                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+            for source, target, is_answer in ((near, far, False), (far, near, True)):
+                threading.Thread(target=self._pass_on, args=(source, target, is_answer), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
         try:
             while data := source.recv(1 << 16):
                 self.seen += data
-                if self._cut_at is not None and len(self.seen) >= self._cut_at:
-                    self._cut_at = None
+                is_lost = is_answer and self.loses_answer
+                if is_lost or (self._cut_at is not None and len(self.seen) >= self._cut_at):
+                    self._cut_at, self.loses_answer = None, False
                     self.cuts += 1
                     self._break()
                     return

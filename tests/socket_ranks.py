@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import HashStore
@@ -11,8 +11,10 @@ from torch.distributed import HashStore
 from unisono.world.transports.sockets import SocketTransport
 
 
-def run_ranks(work: Callable[[SocketTransport], Any], size: int = 2, *, timeout_s: float = 30.0) -> list[Any]:
-    """`work` on every rank, each a thread; its result, or its error."""
+def run_ranks(
+    work: Callable[[SocketTransport], Any], size: int = 2, *, timeout_s: float = 30.0, names: Sequence[str] = ()
+) -> list[Any]:
+    """`work` on every rank, each a thread, with a name if there are `names`; its result, or its error."""
     results: list[Any] = [None] * size
     store = HashStore()
 
@@ -24,7 +26,7 @@ def run_ranks(work: Callable[[SocketTransport], Any], size: int = 2, *, timeout_
         except Exception as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
+    threads = [threading.Thread(target=run, args=(r,), name=names[r] if names else None) for r in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -272,6 +272,21 @@ def test_the_fastest_is_first_and_what_changes_training_is_apart() -> None:
     assert "2.00 s" in choice.reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("is_on", "expected"),
+    [
+        (True, "between hosts: encrypted, 500 Mbit/s; 2 Gbit/s without (--no-encrypt)"),
+        (False, "between hosts: not encrypted, 2 Gbit/s; 500 Mbit/s with --encrypt"),
+    ],
+)
+def test_a_plan_says_whether_hosts_encrypt_and_what_it_costs(is_on: bool, expected: str) -> None:
+    found = planned(("allreduce", "exact", 0.0, 2_000_000))
+    found.encryption = {"is_on": is_on, "plain_bits_per_s": 2e9, "encrypted_bits_per_s": 5e8}
+    assert expected in write_report(found, choose(found, ALLOWED))
+    found.encryption = {}  # one host
+    assert "between hosts:" not in write_report(found, choose(found, ALLOWED))
+
+
 def test_among_methods_about_as_fast_the_one_with_the_least_effect_is_first() -> None:
     close = planned(("allreduce", "exact", 0.0, 40_000), ("topk", "compressed", 0.0, 0))
     assert choose(close, ALLOWED).ranked[0].spec == "allreduce"  # 1.04 s against 1.00 s

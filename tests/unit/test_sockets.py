@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,7 +24,7 @@ from relay import Relay
 from socket_ranks import run_ranks
 from unisono import PeerLost, World
 from unisono.launchers.runtime.channel import Channel, NotProven, connect_once
-from unisono.world.transports import socket_links
+from unisono.world.transports import door, socket_links
 from unisono.world.transports.sockets import SocketTransport
 
 pytestmark = pytest.mark.timeout(60)
@@ -101,6 +103,44 @@ def test_small_messages_survive_a_break_too(relays: list[Relay]) -> None:
     assert first == [2.0 * step + 1 for step in range(60)]
     assert second == [value for step in range(60) for value in (2.0 * step + 1, float(step))]
     assert sum(relay.cuts for relay in relays) >= 2
+
+
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+def test_a_rank_that_is_not_told_how_far_the_other_is_hears_it_although_that_is_busy_elsewhere(
+    relays: list[Relay], encrypt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last acknowledgement is lost with its connection; whoever sent it waits for another message by then."""
+    monkeypatch.setenv("UNISONO_ENCRYPT", encrypt)
+
+    def work(transport: SocketTransport) -> list[float]:
+        x = torch.full((200_000,), float(transport.rank))
+        for lost in (False, True):
+            transport.all_reduce([torch.ones(3)], "sum")
+            for relay in relays if transport.rank == 0 else ():
+                relay.loses_answer = lost
+            if transport.rank == 0:
+                transport.send(x + 1, 1)
+            else:
+                transport.recv(x, 0)
+        for _ in range(3):  # what was lost of the first is noticed in the next
+            transport.all_reduce([y := torch.ones(3)], "sum")
+        return [x.mean().item(), y[0].item()]
+
+    assert run_ranks(work, timeout_s=8.0) == [[0.0, 2.0], [1.0, 2.0]]
+    assert sum(relay.cuts for relay in relays) >= 1
+
+
+def test_a_rank_that_left_ends_nothing_that_others_say_to_each_other() -> None:
+    def work(transport: SocketTransport) -> float:
+        transport.all_reduce([x := torch.ones(3)], "sum")
+        if transport.rank == 0:
+            time.sleep(2.0)  # one has left, and its door is closed; the other waits
+            transport.send(x, 1)
+        elif transport.rank == 1:
+            transport.recv(x, 0)
+        return x[0].item()
+
+    assert run_ranks(work, 3) == [3.0] * 3
 
 
 def test_a_rank_that_leaves_is_lost_at_once_and_nothing_is_left() -> None:
@@ -213,6 +253,60 @@ def test_another_version_is_refused_by_name() -> None:
 
     answer, _ = run_ranks(work)
     assert "version 2" in answer["refused"]
+
+
+def test_ranks_of_different_versions_do_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = socket_links._describe
+
+    def describe_some(cards: Any) -> dict[str, Any]:
+        return describe(cards) | {"version": 3 if threading.current_thread().name == "newer" else 2}
+
+    monkeypatch.setattr(socket_links, "_describe", describe_some)
+    before = count_threads()
+    for error in run_ranks(lambda transport: transport.rank, names=("older", "newer")):
+        assert isinstance(error, ValueError)
+        assert re.search(r"speaks version 2 .*\(\{1: 3\}\): install one version of unisono on all hosts", str(error))
+    assert count_threads() == before
+
+
+def test_a_rank_that_announces_too_much_is_refused_by_name() -> None:
+    def work(transport: SocketTransport) -> None:
+        if transport.rank == 1:
+            transport._links.open_out(0, "mail").push(struct.pack("<IIQ", 2**32 - 1, 0, 0))
+        transport.all_reduce([torch.ones(3)], "sum")
+
+    error = run_ranks(work)[0]
+    assert isinstance(error, PeerLost)
+    assert "rank 1 announced a message of 4294967295 bytes" in str(error)
+
+
+def test_ranks_with_different_secrets_refuse_each_other_by_name(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(socket_links, "_find_secret", lambda _: threading.current_thread().name.encode() * 32)
+    before = count_threads()
+    found = run_ranks(lambda transport: transport.all_reduce([torch.ones(3)], "sum"), timeout_s=20.0, names=("a", "b"))
+    assert all(isinstance(error, PeerLost) for error in found)
+    assert re.search(
+        r"is not rank \d of this run .* every worker must be given the same secret", " ".join(map(str, found))
+    )
+    assert "to the data port of rank" in capfd.readouterr().err
+    assert count_threads() == before
+
+
+def test_refusals_count_only_until_a_rank_was_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run of days strangers may drive out an attempt now and then."""
+    answers = iter([NotProven("driven out"), NotProven("driven out"), None] * 2)
+
+    def connect(*_: Any, **__: Any) -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    monkeypatch.setattr(door, "connect_once", connect)
+    monkeypatch.setattr(door.Peer, "_introduce", lambda *_: False)
+    peer = door.Peer(1, 0, [[("127.0.0.1", 1)]], b"")
+    for _ in range(6):
+        peer.check("world")
 
 
 def test_a_link_that_is_silent_for_a_while_changes_nothing(relays: list[Relay]) -> None:

@@ -25,7 +25,6 @@ _WIDE = {
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
     if hasattr(torch, name)
 }
-NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)  # that gloo adds itself
 _SIGN = -(2**63)
 STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,

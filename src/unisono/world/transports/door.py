@@ -176,8 +176,9 @@ class Peer:
             except OSError as error:
                 problems.append(error)
                 continue
-            card.insert(0, card.pop(card.index((host, port))))  # what works is tried first
-            self._refused_since, self._failing_since = None, 0.0
+            if card[0] != (host, port):  # what works is tried first; in one go, as other lanes connect meanwhile
+                card[:] = [(host, port), *(each for each in card if each != (host, port))]
+            self._refused_since, self._failing_since, self._not_proven = None, 0.0, 0
             return (cast(Wire, channel.sock), channel.take_rest()) if is_open else None
         self._judge(problems)
         return None

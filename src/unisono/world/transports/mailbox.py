@@ -83,7 +83,7 @@ class Mailbox:
         for r in sources:
             reader = self._ins.get(r)
             if reader is None:
-                reader = self._ins[r] = _Reader(self._open_in(r))
+                reader = self._ins[r] = _Reader(self._open_in(r), r)
             if key not in reader.came:
                 moved |= reader.pump()
         return moved
@@ -100,10 +100,10 @@ class Mailbox:
 
 
 class _Reader:
-    """Cuts a stream into messages."""
+    """Cuts the stream of a rank into messages."""
 
-    def __init__(self, stream: InStream) -> None:
-        self.stream = stream
+    def __init__(self, stream: InStream, rank: int) -> None:
+        self.stream, self._rank = stream, rank
         self.came: dict[Key, bytearray] = {}
         self._room = memoryview(bytearray(_ROOM))
         self._rest = b""  # of a message whose head is not here yet
@@ -132,7 +132,9 @@ class _Reader:
         """Take the message that begins at a place; where it ends, or what is here of it."""
         length, part, number = _HEAD.unpack_from(data, at)
         if length > _MOST_BYTES:
-            raise LinkLost(f"a message of {length} bytes was announced, of which no rank sends more than {_MOST_BYTES}")
+            raise LinkLost(
+                f"rank {self._rank} announced a message of {length} bytes; no rank sends more than {_MOST_BYTES}"
+            )
         at += _HEAD.size
         body, self._key = bytearray(data[at : at + length]), (number, part)
         here = len(body)

@@ -10,7 +10,8 @@ from typing import Literal
 from torch import Tensor
 
 from unisono.world.transports import UNKNOWN, CallSignature, Op, Transport, find_group
-from unisono.world.transports.arithmetic import NATIVE, count_bytes, multiply
+from unisono.world.transports.arithmetic import count_bytes, multiply
+from unisono.world.transports.rings import IN_RINGS
 
 Among = Literal["all", "inside", "across"]
 Listener = Callable[[str, int, Among, float, float], None]  # what, bytes, among whom, and when it began and ended
@@ -51,7 +52,7 @@ class SilentTransport(Transport):
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         nbytes = count_bytes(parts)
-        wide = parts[0].dtype in NATIVE or parts[0].dtype.is_complex or not self._by_messages
+        wide = parts[0].dtype in IN_RINGS or not self._by_messages
         told = [("all_reduce", nbytes)] if wide else [("all_to_all", nbytes), ("all_gather", -(-nbytes // self.size))]
         with self._told(*told):
             if op == "sum":

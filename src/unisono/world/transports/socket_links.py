@@ -6,6 +6,7 @@ by the rank that sends. Groups of ranks that are split off use the same doors.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -95,11 +96,13 @@ class Links:
             raise LinkLost(self._ended)
 
     def tend(self) -> None:
-        """Look after all streams: who waits for one may itself be waited for in another."""
+        """Look after all streams: who waits for one may itself be waited for in another. A rank that has left ends only
+        what waits for it."""
         with self._lock:
             outs = list(self._outs.values())
         for stream in outs:
-            stream.tend()
+            with contextlib.suppress(LinkLost):
+                stream.tend()
 
     def end(self, why: str) -> None:
         """End all waits of this group, from any thread: its connections are shut down, and `check` raises."""
@@ -185,10 +188,10 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> Links:
         store.wait(keys, timedelta(seconds=timeout_s))
         found = [json.loads(store.get(key)) for key in keys]
         _check_versions(found)
-    except (RuntimeError, ValueError) as error:
+    except BaseException as error:
         for listener in listeners:
             listener.close()
-        if isinstance(error, ValueError):
+        if not isinstance(error, RuntimeError):
             raise
         raise PeerLost(f"not all of the {size} ranks came to connect: {error}") from None
     links = _connect(listeners, secret, rank, found)
@@ -201,7 +204,12 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> Links:
 def meet_again(store: Store, rank: int, exchange: Callable[[bytes], list[bytes]], *, is_encrypted: bool) -> Links:
     """Links among ranks that can `exchange` bytes already, at doors of their own: encrypted or not, as asked."""
     listeners, cards = _listen(store)
-    found = [json.loads(each) for each in exchange(json.dumps([_describe(cards), secrets.token_hex(32)]).encode())]
+    try:
+        found = [json.loads(each) for each in exchange(json.dumps([_describe(cards), secrets.token_hex(32)]).encode())]
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
     secret = _find_secret(found[0][1].encode())
     return _connect(listeners, secret, rank, [each for each, _ in found], is_encrypted=is_encrypted)
 

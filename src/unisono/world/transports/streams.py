@@ -246,35 +246,62 @@ class InStream:
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
         self.wire: Wire | None = None
-        self._fresh: Wire | None = None
         self._lock = threading.Lock()
+        self._is_closed = False
         self.received = 0
         self._told = 0
         self._next_check = time.monotonic() + _FIRST_S
         self._was_connected = False
 
     def hand(self, wire: Wire) -> None:
-        """Take a new connection in the place of the one before; called by the door."""
+        """Take a new connection in the place of the one before; called by the door.
+
+        The sender is told at once where to go on: whoever reads here may be busy elsewhere, with the sender as well.
+        """
         with self._lock:
-            unused, self._fresh = self._fresh, wire
-            old = self.wire
-        if unused is not None:
-            unused.close()
+            old, self.wire = (wire, None) if self._is_closed else (self.wire, wire)
+            self._told, self._was_connected = -1, True
+            self._acknowledge()
         if old is not None:
             with contextlib.suppress(OSError):
                 old.shutdown(socket.SHUT_RDWR)  # whoever sleeps there wakes up
+            old.close()
 
     def recv_into(self, view: memoryview) -> int:
         """Bytes that have come, written to the beginning of `view`; 0 if there are none yet."""
-        if self._fresh is not None:
-            self._adopt()
+        with self._lock:
+            if self.wire is not None:
+                return self._read(self.wire, view)
+        now = time.monotonic()
+        if now >= self._next_check:
+            self._next_check = now + (_AGAIN_S if self._was_connected else _FIRST_S)
+            self._check()
+        return 0
+
+    def acknowledge(self) -> None:
+        """Tell the sender how much has come."""
+        with self._lock:
+            self._acknowledge()
+
+    def can_read(self) -> bool:
+        """Whether something has come, or the connection has ended."""
         wire = self.wire
         if wire is None:
-            now = time.monotonic()
-            if now >= self._next_check:
-                self._next_check = now + (_AGAIN_S if self._was_connected else _FIRST_S)
-                self._check()
-            return 0
+            return False
+        return getattr(wire, "has_more", False) or bool(poll([(wire.fileno(), select.POLLIN)], 0.0))
+
+    def wait_for(self) -> tuple[int, int]:
+        """The descriptor and the events to sleep for; -1 if it has no connection."""
+        wire = self.wire
+        return (-1, 0) if wire is None else (wire.fileno(), select.POLLIN)
+
+    def close(self) -> None:
+        """Close the connection, and every one that comes later."""
+        with self._lock:
+            self._is_closed = True
+            self._drop()
+
+    def _read(self, wire: Wire, view: memoryview) -> int:
         try:
             count = wire.recv_into(view)
             if not count:
@@ -282,61 +309,30 @@ class InStream:
         except BlockingIOError:
             return 0
         except OSError:
-            self.drop()
+            self._drop()
             return 0
         self.received += count
         if self.received - self._told >= _ACK_EVERY:
-            self.acknowledge()
+            self._acknowledge()
         return count
 
-    def acknowledge(self) -> None:
-        """Tell the sender how much has come."""
+    def _acknowledge(self) -> None:
         if self.wire is None or self._told == self.received:
             return
         try:
             if self.wire.send(_COUNT.pack(self.received)) < _COUNT.size:
-                self.drop()
+                self._drop()
                 return
             self._told = self.received
         except OSError:  # no room, and the numbers are running totals; or its end, and what has come can still be read
             return
 
-    def can_read(self) -> bool:
-        """Whether something has come, or the connection has ended."""
-        if self._fresh is not None:
-            self._adopt()
-        if self.wire is None:
-            return False
-        return getattr(self.wire, "has_more", False) or bool(poll([(self.wire.fileno(), select.POLLIN)], 0.0))
-
-    def wait_for(self) -> tuple[int, int]:
-        """The descriptor and the events to sleep for; -1 if it has no connection."""
-        wire = self.wire
-        return (-1, 0) if wire is None else (wire.fileno(), select.POLLIN)
-
-    def drop(self) -> None:
+    def _drop(self) -> None:
         """Close the connection; another may take its place."""
-        with self._lock:
-            wire, self.wire = self.wire, None
-        if wire is not None:
-            wire.close()
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = None
             self._next_check = time.monotonic() + _AGAIN_S
-
-    def close(self) -> None:
-        """Close all connections."""
-        self.drop()
-        with self._lock:
-            wire, self._fresh = self._fresh, None
-        if wire is not None:
-            wire.close()
-
-    def _adopt(self) -> None:
-        self.drop()
-        with self._lock:
-            self.wire, self._fresh = self._fresh, None
-        self._told = -1  # the sender waits to be told where to go on, unless it has never connected before
-        self.acknowledge()
-        self._was_connected = True
 
 
 def poll(waits: list[tuple[int, int]], timeout_s: float = _SLICE_S) -> list[tuple[int, int]]:

@@ -601,7 +601,7 @@ ROWS = {
         links=("adam", "sparta"),
     ),
     "auto": Row(
-        "The method that is fastest here is found by measuring while training goes on, at no loss.",
+        "The fastest method is found by measuring during training, at no loss.",
         "Our own method (no paper); after Gan et al. 2021, BAGUA (arXiv:2107.01499)",
         ("allreduce", "auto"),
         all_of(

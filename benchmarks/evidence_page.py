@@ -19,33 +19,34 @@ MARKS = {True: "yes", False: "**no**", None: "not measured"}
 KINDS = {"run": "accuracy", "link": "links"}
 HEAD = """# Evidence
 
-What the paper of each method claims, and what comes out here. Each row is made by one command that anyone can repeat,
-`python benchmarks/evidence.py METHOD`; it needs no download. Whether a claim holds is decided by rules in code
-(`benchmarks/evidence_rules.py`), not by hand, and claims that do not hold are shown like the others. The tasks are
-small, runs are short, and there are {workers} workers: a claim that does not hold here may hold at the size of its
-paper, and the other way round.
+After this page you can judge for each method whether its paper's claim holds in our measurements. The summary comes
+first, then every check that failed, the setup, and each method in detail. You can repeat each row with one command,
+`python benchmarks/evidence.py METHOD`, which needs no download. Rules in code (`benchmarks/evidence_rules.py`) decide
+whether a claim holds, and claims that do not hold are shown like the others. The tasks are small, the runs are short,
+and {workers} workers take part: a claim that does not hold here may hold at the size of its paper, and vice versa.
 """
 HOW = """## How it is measured
 
-- **digits**: a CNN of 0.12 M parameters on {digits}, {digits_steps} steps of {digits_batch}; accuracy on 300 that are
-  held out. **text**: a character transformer of 0.11 M parameters on the sources of Python's standard library,
+- **digits**: a CNN of 0.12 M parameters on {digits}, {digits_steps} steps of {digits_batch}; accuracy on 300
+  held-out samples. **text**: a character transformer of 0.11 M parameters on the sources of Python's standard library,
   {text_steps} steps of {text_batch} sequences of 32; the loss on held-out sequences. **sparse**: logistic regression on
-  8 of 4000 features a sample (made). All with {workers} workers.
+  8 of 4000 features per sample (synthetic). All with {workers} workers.
 - A method and its reference begin with the same weights and see the same samples in the same order, and all accuracies
-  and losses of a row are of one machine, torch and Python. The learning rate falls to a fifth at 60 and at 85 % of the
-  steps. Learning rates are the reference's (SGD with momentum 0.9, or AdamW), not tuned by method; exceptions are in
-  the tables, with their reasons in `benchmarks/evidence_claims.py`.
+  and losses of a row were measured with one machine, torch and Python. The learning rate falls to a fifth at 60 and
+  at 85 % of the steps. Learning rates are the reference's (SGD with momentum 0.9, or AdamW), not tuned by method;
+  exceptions are in the tables, with their reasons in `benchmarks/evidence_claims.py`.
 - Numbers are the mean over {seeds} ± their standard deviation.
 - **as good as**: not worse than the reference by more than 0.5 points of accuracy (digits) or 1 % of its loss (text,
   sparse), or by its standard deviation if that is more. **better than**: better by more than that, and by more than the
   standard deviations of both. A run whose loss is not finite or above 20 has diverged, and is worse than all.
-- **bytes**: what a rank sent in the run by the ledger, the mean over the ranks, over that of the reference; on two
-  hosts, what was sent from host to host. **step**: a training step of an MLP of 1.05 M parameters (4.2 MB) between
-  emulated hosts ([the lab](lab.md)), and how many times as fast as the reference's it is: 4 hosts of one worker, or 2
-  of two for `hierarchical` and `shared`. **faster than**: the other takes 5 % longer, or more.
-- **one worker 4 times as slow**: compute is a sleep, of 20 ms and of 80 ms; windows a second of all workers together.
-- A row **holds** if every check that was measured does, **does not hold here** if none of its main checks does (what
-  training reaches, or what else the paper is about; not bytes or time), and otherwise **holds in part**.
+- **bytes**: the bytes that a rank sent in the run according to the ledger (mean over the ranks), divided by the
+  reference's; on two hosts, those sent from host to host. **step**: a training step of an MLP of 1.05 M parameters
+  (4.2 MB) between emulated hosts ([the lab](lab.md)), and its speed relative to the reference's step: 4 hosts with
+  one worker each, or 2 with two for `hierarchical` and `shared`. **faster than**: the other takes at least 5 % longer.
+- **one worker 4 times as slow**: compute is emulated by sleeping for 20 ms and for 80 ms; shown are windows a
+  second of all workers together.
+- A row **holds** if every measured check does, **does not hold here** if none of its main checks does (the result of
+  training, or another subject of the paper; not bytes or time), and otherwise **holds in part**.
 """
 
 
@@ -74,7 +75,7 @@ def page(results: Results) -> str:
     small = why_small(results)
     parts = [
         HEAD.format(workers=WORKERS),
-        *([f"> **This page is from a small run**: {small}. It shows the form, and not what holds.\n"] if small else []),
+        *([f"> **This page is from a small run**: {small}. Treat its verdicts as preliminary.\n"] if small else []),
         summary(results),
         HOW.format(
             workers=WORKERS,
@@ -86,7 +87,7 @@ def page(results: Results) -> str:
             text_batch=BATCH["text"],
         ),
         measured_when(results),
-        "## Row by row\n",
+        "## Methods in detail\n",
         *(section(method, row, results) for method, row in sorted(ROWS.items())),
     ]
     return "\n".join(parts)
@@ -106,7 +107,7 @@ def measured_when(results: Results) -> str:
                 used.setdefault((run["session"], "accuracy"), {})[method] = None
     for line in results.links.values():
         used[line["session"], "links"] = {}
-    rows = ["## When and where\n"]
+    rows = ["## Dates and machines\n"]
     rows.append("| date | machine | torch | Python | part | rows | command |\n|---|---|---|---|---|---|---|")
     for (name, part), methods in sorted(used.items()):
         s = results.sessions[name]
@@ -141,7 +142,7 @@ def summary(results: Results) -> str:
     words = {v: text if counts[v] != 1 else f"was {v}" if v == UNKNOWN else v for v, text in plural.items()}
     told = ", ".join(f"{counts[v]} {text}" for v, text in words.items() if counts[v] or v == NOT)
     lines = [
-        f"## In short\n\nOf {len(ROWS)} claims: {told}.\n",
+        f"## Summary\n\nOf {len(ROWS)} claims: {told}.\n",
         "| method | the claim | here | checks |",
         "|---|---|---|---:|",
     ]
@@ -149,7 +150,7 @@ def summary(results: Results) -> str:
         outcomes = [check.judge(of_row(method, results)).holds for check in row.checks]
         share = f"{sum(o is True for o in outcomes)} of {sum(o is not None for o in outcomes)}"
         lines.append(f"| [{method}](#{method}) | {row.claim} | **{verdicts[method]}** | {share} |")
-    lines += ["\n## What does not hold\n\nEvery check that failed.\n", *failures(results)]
+    lines += ["\n## Checks that failed\n", *failures(results)]
     return "\n".join(lines) + "\n"
 
 
@@ -159,7 +160,7 @@ def failures(results: Results) -> list[str]:
         found = [(check, check.judge(of_row(method, results))) for check in row.checks]
         failed = [(check.text, outcome.told) for check, outcome in found if outcome.holds is False]
         lines += [f"| [{method}](#{method}) | {text} | {told} |" for text, told in failed]
-    return ["| method | what should be so | measured |", "|---|---|---|", *lines] if lines else ["None."]
+    return ["| method | expected | measured |", "|---|---|---|", *lines] if lines else ["None."]
 
 
 def section(method: str, row: Row, all_results: Results) -> str:
@@ -170,9 +171,9 @@ def section(method: str, row: Row, all_results: Results) -> str:
         f"**Here**: {verdict(row.checks, results)}. `python benchmarks/evidence.py {method}`\n",
         *([f"{row.note}\n"] if row.note else []),
         *table(method, row, results),
-        *([] if row.links else ["\nIt does not leave its host, so no step on links was timed."]),
+        *([] if row.links else ["\nThe method works within one host, so no step on links was timed."]),
         "",
-        "| what must be so | is it | measured |",
+        "| check | passed | measured |",
         "|---|---|---|",
     ]
     for check in row.checks:

@@ -147,7 +147,7 @@ def test_one_rank_at_a_breakpoint_stops_all_and_q_lets_all_go_on(open_terminal: 
     terminal.type("q\n")
     status, shown = terminal.finish()
     assert status == 0
-    assert "left: all workers go on" in shown
+    assert "left: all workers continue" in shown
     assert len(re.findall(r"end 6\.5", shown)) == 4
 
 

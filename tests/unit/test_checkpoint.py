@@ -430,7 +430,7 @@ def test_ranks_agree_to_skip_what_one_of_them_finds_damaged(tmp_path):
     assert len({str(x.skipped) for x in loaded}) == 1
     damage(tmp_path / "step-0000000001", "missing", "rank-00002.json")
     for size in (1, 3):
-        with pytest.raises(CheckpointError, match=r"no whole checkpoint at (.|\n)*rank-00002.json is missing"):
+        with pytest.raises(CheckpointError, match=r"no intact checkpoint at (.|\n)*rank-00002.json is missing"):
             run_threads(lambda world: un.load(tmp_path, make(world)), size)
 
 

@@ -197,7 +197,7 @@ def test_leaving_lets_all_go_on_and_pass_over_breakpoints(last: list[str], type_
     console = type_lines("w", *last)
     assert un.run_threads(work, 3) == [0, 1, 2]
     assert console.shown.count("(unisono) ") == 2
-    assert console.shown.endswith("left: all workers go on, and pass over further breakpoints\n")
+    assert console.shown.endswith("left: all workers continue, and ignore further breakpoints\n")
 
 
 def test_where_nobody_can_answer_it_says_how_to_attach_and_goes_on(
@@ -213,7 +213,7 @@ def test_where_nobody_can_answer_it_says_how_to_attach_and_goes_on(
     assert un.run_threads(work, 2) == [0, 1]
     said = capfd.readouterr().err
     assert "Attach with: unisono debug" in said
-    assert "nobody has attached within 0 s (UNISONO_DEBUG_WAIT_S): the workers go on" in said
+    assert "nobody has attached within 0 s (UNISONO_DEBUG_WAIT_S): the workers continue" in said
     assert [one for one in list_announced() if one.pid == os.getpid()] == []  # other tests have runs of their own
 
 

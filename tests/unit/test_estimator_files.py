@@ -186,7 +186,7 @@ def test_errors_name_the_line_also_after_line_breaks_inside_quotes(tmp_path, mon
             LeastSquares().fit(Files(path, columns=["x"], target="y", piece_bytes=piece_bytes))
     path.write_text('x,y\n1,2\n"3,4\n' + "5,6\n" * 40)
     monkeypatch.setattr(formats, "_MAX_RECORD_BYTES", 50)
-    with pytest.raises(ValueError, match=r"a\.csv, line 3 goes on for \d+ bytes: a quote is open"):
+    with pytest.raises(ValueError, match=r"a\.csv, line 3 continues for \d+ bytes: a quote is not closed"):
         Files(path, target="y", piece_bytes=10).plan()
 
 

@@ -364,7 +364,7 @@ def test_partial_fit_checks_the_classes():
         LogisticRegression().partial_fit(x, y)
     with pytest.raises(ValueError, match=r"labels \['b'\] that are not among"):
         LogisticRegression().partial_fit(x, y, classes=["a", "c"])
-    with pytest.warns(UserWarning, match="starts anew"):
+    with pytest.warns(UserWarning, match="starts afresh"):
         LeastSquares(solver="lbfgs").fit(x, x[:, 0]).partial_fit(x, x[:, 0])
 
 

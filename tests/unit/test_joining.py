@@ -116,8 +116,8 @@ def test_an_address_without_a_port_is_named(text: str) -> None:
         ({"versions": {**joining.read_versions(), "torch": "1.0"}}, "has torch .*, the run has 1.0"),
         ({"versions": {**joining.read_versions(), "Unisono": "0.0"}}, "has Unisono .*, the run has 0.0"),
         ({"folder": "/there/is/none"}, "/there/is/none, where the run was started, cannot be used"),
-        ({"digest": "0" * 64}, "train.py is another than that of the run"),
-        ({"program": ["other.py"], "file": "other.py"}, "other.py is not there"),
+        ({"digest": "0" * 64}, "train.py differs from that of the run"),
+        ({"program": ["other.py"], "file": "other.py"}, "other.py is missing"),
     ],
 )
 def test_a_host_that_differs_is_refused_with_the_difference(run: Run, change: dict[str, Any], why: str) -> None:

@@ -84,7 +84,7 @@ def test_without_namespaces_the_transport_shapes_and_it_is_said_so(script: str, 
     assert "`ip` is not installed: apt-get install iproute2; the workers' own transport holds bytes" in ended.stderr
     ended = subprocess.run([*command[:-1], "--shaper", "kernel", script], env=env, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert "unisono run: the lab cannot make hosts here: `ip` is not installed" in ended.stderr
+    assert "unisono run: the lab cannot create hosts here: `ip` is not installed" in ended.stderr
 
 
 def test_processes_of_a_run_whose_launcher_is_gone_are_ended_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:

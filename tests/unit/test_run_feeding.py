@@ -201,7 +201,7 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(
         feeder.step()
     assert [row[0] for row in taken[1].rows] == [1, 2, 3]
     said = capsys.readouterr().err
-    assert said.count("nothing more is logged to wandb: ConnectionError: no such server; training goes on") == 1
+    assert said.count("nothing more is logged to wandb: ConnectionError: no such server; training continues") == 1
 
 
 # Each door -----------------------------------------------------------------------------------------------------------

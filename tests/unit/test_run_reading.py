@@ -102,7 +102,7 @@ def test_sums_of_several_steps_count_each_of_them(tmp_path: Path) -> None:
 def test_an_empty_folder_says_what_is_missing(tmp_path: Path, exists: bool) -> None:
     reader = read(tmp_path if exists else tmp_path / "nowhere")
     text = "; ".join(reader.missing)
-    assert "run.json is not there" in text
+    assert "run.json is missing" in text
     assert "no worker wrote anything" in text
 
 

@@ -230,7 +230,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(
     mine.close("ok")
     said = capfd.readouterr().err
     assert said.count("no longer recorded") == 1
-    assert "No space left on device; training goes on" in said
+    assert "No space left on device; training continues" in said
     assert (tmp_path / "ranks" / "00000.jsonl").read_bytes() == before
 
 

@@ -184,7 +184,7 @@ def test_a_change_of_the_world_is_told_once_and_ranks_keep_their_places(tmp_path
     write_rank(tmp_path, 2, row(0, 0.1, 0, 0, 0), ["header", {"rank": 1, "size": 2, "generation": 1}], formed)
     found = read(tmp_path)
     texts = [event["text"] for event in found.changes]
-    assert texts == ["worker 1 was lost: killed by SIGKILL", "2 workers go on (generation 1): model from rank 0"]
+    assert texts == ["worker 1 was lost: killed by SIGKILL", "2 workers continue (generation 1): model from rank 0"]
     assert [rank.label for rank in found.ranks] == ["0", "worker 2"]
 
 
@@ -291,7 +291,7 @@ def test_the_page_needs_no_network_and_runs_nothing_that_a_run_was_called(tmp_pa
             "of one, as communication takes 70 % of a step. Use -n 1"),
         ((0.06, 0.03, 0.01, 0.0), "at most 1.20 times the work of one, as communication takes 30 % .*unisono plan"),
         ((0.03, 0.0, 0.01, 0.06), "1.80 times the work of one: little is left to gain"),
-        ((0.05, 0.01, 0.04, 0.0), "as waiting takes 40 % of a step: more samples a step help"),
+        ((0.05, 0.01, 0.04, 0.0), "as waiting takes 40 % of a step: more samples per step help"),
     ],
 )  # fmt: skip
 def test_a_report_ends_with_a_verdict(

@@ -731,7 +731,7 @@ def test_a_rank_lost_in_its_step_leaves_a_torn_model_and_the_others_say_so() -> 
     for text in said:
         assert "in the middle of a step of the model that all workers of the host share" in text
         assert "the parts of local rank(s) 1 are torn" in text  # those still at theirs were waited for
-        assert "start the run anew from its last checkpoint" in text
+        assert "restart the run from its last checkpoint" in text
 
 
 # What is refused, other strategies, and the end ------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_an_ended_run_and_one_without_steps(tmp_path: Path) -> None:
     run.finish("failed")
     assert "failed" in draw(run.folder)[0]
     (tmp_path / "b").mkdir()
-    assert any("run.json is not there" in line for line in draw(tmp_path / "b"))
+    assert any("run.json is missing" in line for line in draw(tmp_path / "b"))
 
 
 def test_in_a_terminal_it_follows_the_run_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

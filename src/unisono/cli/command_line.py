@@ -22,26 +22,26 @@ __all__ = ["COMMANDS", "HelpFormatter", "Parser", "fill", "main", "make_parser"]
 
 COMMANDS = {
     "run": "run a program in N workers, on this machine or on an engine",
-    "debug": "stop the workers of a run, and ask them",
-    "watch": "the live page of a run, in a browser",
-    "top": "what every rank of a run does, in the terminal",
+    "debug": "stop the workers of a run and inspect them at one prompt",
+    "watch": "serve the live page of a run in a browser",
+    "top": "show in the terminal what every rank of a run is doing",
     "plan": "find the fastest method for a program on these workers",
-    "runs": "the runs that are recorded",
-    "report": "what a run was and where its time went; two of them compared",
+    "runs": "list the recorded runs",
+    "report": "report where the time of a run went, or compare two runs",
     "scale": "show or change the number of workers of a run with -n MIN:MAX",
-    "join": "have this host take part in a run under way on others",
+    "join": "let this host join a run that is active on others",
     "stacks": "show what every worker of a run is doing now",
     "export": "write a checkpoint's model as one safetensors file",
-    "compare": "run a script under several methods, and compare",
-    "memory": "what each worker will need, and the settings that fit",
-    "simulate": "how methods scale to thousands of workers on a described cluster",
+    "compare": "run a script under several methods and compare them",
+    "memory": "predict each worker's memory, and list the settings that fit",
+    "simulate": "predict how methods scale to thousands of workers on a cluster",
     "strategies": "list the strategies and reducers",
-    "conformance": "test methods of your own as ours are tested",
-    "lab": "emulated hosts: what is possible on this machine; cleaning up",
+    "conformance": "run the conformance tests over your own methods",
+    "lab": "emulated hosts: show what this machine supports, or clean up",
     "warm": "show or stop the process that `unisono run --warm` keeps",
     "demo": "train a small network with one worker and with two",
-    "doctor": "what is installed and works here, with advice",
-    "completion": "a script that completes this command line in your shell",
+    "doctor": "check what is installed and works here, with advice",
+    "completion": "print a script that completes this command line in your shell",
 }  # in the order of the help
 # Commands that share a file of this folder; each of the others has the file of its name. A file is imported when the
 # arguments of one of its commands are needed.
@@ -63,17 +63,17 @@ examples:
   unisono watch, unisono top               what every worker of the last run does: in a browser, in the terminal
   unisono plan -n 4 train.py               which method is fastest on these workers and this network, and why
   unisono compare train.py --strategies allreduce,powersgd    the program under several methods, in one table
-  unisono debug                            stop the workers of a run, see where each is, and ask them
+  unisono debug                            stop the workers of a run and inspect each of them
   unisono report last                      what the last run was, and where its time went; unisono runs lists them
   unisono scale 3                          another number of workers, for a run with -n MIN:MAX
-  unisono join 10.0.0.5:40123              have this host take part in a run under way on others
+  unisono join 10.0.0.5:40123              let this host join a run that is active on others
   unisono stacks last                      what every worker of a run is doing now, and who keeps the others waiting
   unisono export run/save m.safetensors    a checkpoint's model as one file
-  unisono memory train.py --workers 4      what each worker will need, and the settings that fit
+  unisono memory train.py --workers 4      predict each worker's memory, and the settings that fit
   unisono simulate --plan plan.json        how methods scale to thousands of workers, and what to buy next
   unisono strategies                       the methods that un.parallel knows
   unisono lab                              emulated hosts and slow networks on this machine
-  unisono doctor                           what is installed and works here, with advice
+  unisono doctor                           check what is installed and works here, with advice
   unisono demo                             train a small network with 1 and 2 workers, and see where the time goes
 """
 

@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS"]
 
 _DESCRIPTION = """\
-Run a script under several methods, one after the other, and compare what each of them costs and reaches.
+Run a script under several methods, one after the other, and compare their speed, traffic and loss.
 
 The script needs no change: the method that it gives to un.parallel is replaced, its losses are those that it calls
-backward on, its samples those of un.shard. One worker is run too, as the base of speed-ups.
+backward on, its samples those of un.shard. One worker is run as well, as the base of speed-ups.
 """
 _EPILOG = """\
-Options may also follow the script; what follows a -- is the script's own in any case.
+Options may also follow the script; everything after -- belongs to the script.
 
 methods
   Those of `unisono strategies`, with arguments: 'powersgd(rank=4)', 'local_sgd(every=8)'; and torch's own to compare
   with: torch:ddp, torch:ddp_powersgd, torch:fsdp2.
 
-how far each run goes
-  --steps 200            so many steps; the default, where nothing else is said
+when each run stops
+  --steps 200            this many steps (the default)
   --until loss=1.8       until the loss, the mean over the workers and over ten steps, is there. A run that ends before
                          (by itself, or by --steps or --time) says "not reached"
-  --time 5m              no run takes longer, its start included
+  --time 5m              time limit of each run, start-up included
 
 examples:
   unisono compare train.py --strategies allreduce,powersgd,torch:ddp
@@ -70,21 +70,23 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--strategies", type=split_specs, metavar="A,B", help="the methods, separated by commas")
     add_methods_option(parser)
-    add("-n", "--workers", type=_parse_counts, metavar="N,M", help="how many workers, each in turn; default: 2")
-    add("--steps", type=parse_count, metavar="K", help="steps of a run; default: 200, with --until no limit")
+    add("-n", "--workers", type=_parse_counts, metavar="N,M", help="numbers of workers to compare; default: 2")
+    add("--steps", type=parse_count, metavar="K", help="steps per run; default: 200, with --until no limit")
     add("--until", type=_parse_target, metavar="loss=X", help="end each run at this loss")
     add(
         "--time",
         type=partial(parse_seconds, zero=False),
         metavar="T",
-        help="no run takes longer: 90, 90s, 5m; default with --until: 10m",
+        help="time limit of each run: 90, 90s, 5m; default with --until: 10m",
     )
-    add("--rounds", type=parse_count, metavar="K", help="make all runs K times, in turn, and take medians; default: 1")
+    add(
+        "--rounds", type=parse_count, metavar="K", help="repeat all runs K times, in turn, and show medians; default: 1"
+    )
     add("--hosts", type=parse_count, metavar="H", help="emulated hosts, as in `unisono run`; default: none")
     add("--net", metavar="LINK", help="links of emulated hosts: 100mbit, 1gbit,20ms, ...")
-    add("--shaper", choices=("auto", "kernel", "transport"), help="what holds bytes back, as in `unisono run`")
-    add("--threads", type=parse_count, metavar="K", help="threads a worker; default: cores / the most workers")
-    add("--no-base", action="store_true", default=None, help="do not run one worker: no speed-ups then")
+    add("--shaper", choices=("auto", "kernel", "transport"), help="what throttles the links, as in `unisono run`")
+    add("--threads", type=parse_count, metavar="K", help="threads per worker; default: cores / the most workers")
+    add("--no-base", action="store_true", default=None, help="leave out the run with one worker, and speed-ups with it")
     add("--warm", action="store_true", default=None, help="start workers from a process that has imported torch")
     add("--output", type=parse_folder, metavar="DIR", help="folder of the report; default: unisono-compare")
     add("--json", type=Path, metavar="FILE", help="write the numbers there too")

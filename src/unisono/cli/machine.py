@@ -25,13 +25,13 @@ __all__ = ["COMMANDS"]
 
 _DOCTOR = """\
 Examine this environment: what is installed, and whether its versions are known
-to work; which transports work (each is tried by two workers); devices, memory,
-limits, huge pages; the network; engines and the lab. Nothing is left behind.
+to work; which transports work (two workers try each); devices, memory,
+limits, huge pages; the network; engines and the lab. It leaves nothing behind.
 
-Each line is ok, warn (it works, and could work better) or bad, with advice.
+Each line is ok, warn (works, but could work better) or bad, with advice.
 """
 _DOCTOR_MORE = """\
-exit status: 0 where nothing is bad, 1 otherwise.
+exit status: 0 if nothing is bad, 1 otherwise.
 
 examples:
   unisono doctor                       this host, in a few seconds
@@ -47,7 +47,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("other hosts")
     group.add_argument("--hosts", type=_parse_hosts, metavar="A,B", help="hosts that ssh reaches without a password")
     group.add_argument("--options", type=shlex.split, default=[], metavar="TEXT", help="more options for ssh")
-    group.add_argument("--python", metavar="PATH", help="the hosts' Python; default: where this host has it")
+    group.add_argument("--python", metavar="PATH", help="the hosts' Python; default: the path of this host's")
 
 
 def _parse_hosts(text: str) -> list[str]:
@@ -103,10 +103,10 @@ def _write_one(one: Finding, width: int, *, colours: bool) -> list[str]:
 # unisono lab ------------------------------------------------------------------------------------------------------
 
 _LAB = """\
-Say whether this machine can make hosts of network namespaces, or remove what killed runs left.
+Show whether this machine can create hosts from network namespaces, or clean up after killed runs.
 """
 _ABOUT = """\
-Emulated hosts are asked for by `unisono run`:
+`unisono run` creates emulated hosts:
 
   unisono run -n 4 --hosts 4 --net 100mbit train.py
 
@@ -155,7 +155,7 @@ the next run are forked from it.
 """
 _WARM_MORE = """\
 examples:
-  unisono run --warm -n 2 train.py    the first starts it; later ones begin at once
+  unisono run --warm -n 2 train.py    the first run starts it; later ones begin at once
   unisono warm                        is there one, and how many runs has it served
   unisono warm stop
 """

@@ -12,15 +12,15 @@ from unisono.cli.arguments import Command, check_program, parse_count, parse_mes
 __all__ = ["COMMANDS"]
 
 _DESCRIPTION = """\
-What each worker of a program will need, for every stage and placement of zero, then the settings that fit.
+Predict the memory of each worker of a program for every stage and placement of zero, and list the settings that fit.
 
 The program runs up to its first optimizer step, on parameters without memory; nothing is trained or exchanged, but what
-it does before is done (its data is read, its folders are made). What it prints goes to standard error.
+it does before that really happens (it reads data and makes folders). Its output goes to standard error.
 """
 _EPILOG = """\
-Long options may also follow the program; what follows a -- is the program's in any case.
-Sizes: 24GiB (powers of 1024), 500MB (powers of 1000), or bytes. What is not given is this machine's; without a GPU
-and --device-memory, the workers compute in the host's memory. The exit status is 3 where nothing fits.
+Long options may also follow the program; everything after -- belongs to the program.
+Sizes: 24GiB (powers of 1024), 500MB (powers of 1000), or bytes. Default: this machine's; without a GPU
+and --device-memory, the workers compute in the host's memory. The exit status is 3 if nothing fits.
 
 examples:
   unisono memory train.py --workers 4
@@ -40,14 +40,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser, *short: str) -> None:
     add = parser.add_argument
-    add(*short, "--workers", type=parse_count, metavar="N", help="how many workers in all; default: 1")
-    add("--workers-per-host", type=parse_count, metavar="K", help="how many share a host; default: all")
+    add(*short, "--workers", type=parse_count, metavar="N", help="total number of workers; default: 1")
+    add("--workers-per-host", type=parse_count, metavar="K", help="workers per host; default: all")
     add("--mesh", type=parse_mesh, metavar="AXES", help="as in data=2,pipeline=2: a worker's part of the model")
-    add("--microbatches", type=parse_count, metavar="M", help="of a pipeline; default: the program's own, or 4")
-    add("--schedule", metavar="NAME", help="of a pipeline, as mesh.pipe has it; default: 1F1B")
-    add("--device-memory", metavar="SIZE", help="what each worker's device has")
-    add("--host-memory", metavar="SIZE", help="what a host has, for all of its workers")
-    add("--disk", metavar="SIZE|DIR", help="room on a host's disk, or a folder on that disk")
+    add(
+        "--microbatches",
+        type=parse_count,
+        metavar="M",
+        help="microbatches of a pipeline; default: the program's own, or 4",
+    )
+    add("--schedule", metavar="NAME", help="schedule of a pipeline, as in mesh.pipe; default: 1F1B")
+    add("--device-memory", metavar="SIZE", help="memory of each worker's device")
+    add("--host-memory", metavar="SIZE", help="memory of a host, for all of its workers")
+    add("--disk", metavar="SIZE|DIR", help="free space on a host's disk, or a folder on that disk")
 
 
 def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

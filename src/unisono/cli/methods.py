@@ -22,10 +22,10 @@ __all__ = ["COMMANDS", "check_strategy"]
 # unisono strategies -----------------------------------------------------------------------------------------------
 
 _STRATEGIES = """\
-List the methods that un.parallel and --strategy know, a line each. docs/methods has a page each.
+List the methods that un.parallel and --strategy know, one line each. docs/methods has a page for each.
 """
 _STRATEGIES_MORE = """\
-Settings stand in parentheses, and reducers may stand for the strategy that uses them: 'powersgd(rank=4)' is
+Settings are in parentheses, and a reducer stands for the strategy that uses it: 'powersgd(rank=4)' is
 'allreduce(reducer=powersgd(rank=4))'.
 
 examples:

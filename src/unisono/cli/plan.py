@@ -22,12 +22,12 @@ __all__ = ["COMMANDS"]
 _DESCRIPTION = """\
 Find the method that trains a program fastest on these workers and this network, without trying all of them.
 
-The program is started in N workers as by `unisono run`, with its options for that, and is ended when all is measured:
+The program is started in N workers as by `unisono run`, with the same options, and ended when everything is measured:
 its own steps show compute and memory, pauses between them the network, and a few steps under each method with messages
 that take no time show what compression costs and when gradients are ready. From these the step of every method is
-predicted. Nothing is saved, and the program's model is of no use afterwards.
+predicted. Nothing is saved, and the trained model is discarded.
 
-Ranked are methods that train like all-reduce: exactly, rounded, or compressed so that what is left out is made up for.
+The ranking has methods that train like all-reduce: exactly, rounded, or compressed with the error made up for later.
 Others (local steps, gossip, ...) are listed below them. See docs/planning.md.
 """
 _EPILOG = """\
@@ -65,16 +65,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         const=_TIMES_VERIFIED,
         default=0,
         metavar="K",
-        help="try the best K for real, and show what was predicted beside it; default: none, without a number: 3",
+        help="run the best K and show measured beside predicted steps; default: none, without a number: 3",
     )
     group.add_argument(
         "--budget",
         type=float,
         default=25.0,
         metavar="S",
-        help="begin no further method so many seconds after the start; default: 25",
+        help="start no further method after this many seconds; default: 25",
     )
-    group.add_argument("--json", metavar="FILE", help="write the plan and all that was measured")
+    group.add_argument("--json", metavar="FILE", help="write the plan and all measurements")
     parser.set_defaults(output="rank0")
 
 

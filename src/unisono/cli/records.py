@@ -22,11 +22,11 @@ __all__ = ["COMMANDS"]
 # unisono runs -----------------------------------------------------------------------------------------------------
 
 _RUNS = """\
-The recorded runs, the newest first: name, when, workers, method, steps, loss, outcome. `unisono report NAME` shows
+List the recorded runs, the newest first: name, when, workers, method, steps, loss, outcome. `unisono report NAME` shows
 one.
 """
 _RUNS_MORE = """\
-They lie in $UNISONO_RUNS, or in ~/.local/state/unisono/runs. The oldest are removed beyond 50 runs or 1 GiB.
+They are in $UNISONO_RUNS, or in ~/.local/state/unisono/runs. The oldest are removed beyond 50 runs or 1 GiB.
 
 examples:
   unisono runs --last 5
@@ -69,11 +69,12 @@ def _run_runs(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 # unisono report ---------------------------------------------------------------------------------------------------
 
 _REPORT = """\
-What a run was, the cost of a step in compute, communication, waiting and data, bytes by kind, speed-up and efficiency,
-the slowest rank and why, how evenly data and work were split, losses and metrics, verdicts and changes of the world.
+Report on a run: its settings, the cost of a step in compute, communication, waiting and data, bytes by kind, speed-up
+and efficiency, the slowest rank and why, how evenly data and work were split, losses and metrics, verdicts and changes
+of the world.
 
-Runs are recorded by `unisono run`; `unisono runs` lists them. A run that was killed, or whose record is damaged, gives
-a report of what is there, which says what is missing.
+`unisono run` records runs, `unisono runs` lists them. If a run was killed, or its record is damaged, the report covers
+what was recorded and says what is missing.
 """
 _REPORT_MORE = """\
 examples:
@@ -169,14 +170,14 @@ def _write_files(options: argparse.Namespace, readers: list[RunReader], found: l
 # unisono export ---------------------------------------------------------------------------------------------------
 
 _EXPORT = """\
-Write the model of the newest whole checkpoint in another format: as one safetensors file, as a Hugging Face folder, or
+Write the model of the newest intact checkpoint in another format: as one safetensors file, as a Hugging Face folder, or
 (with the optimizer) as a folder of torch.distributed.checkpoint.
 
 It may be of any strategy, placement and number of workers, and of any of these formats itself. The tensors stream, one
 at a time. Model and optimizer in Python: un.read_checkpoint, un.export.
 """
 _EXPORT_MORE = """\
-exit status: 0; 1 where there is no whole checkpoint; 2 where the file exists.
+exit status: 0; 1 if there is no intact checkpoint; 2 if the file exists.
 
 examples:
   unisono export run/checkpoint model.safetensors
@@ -191,7 +192,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a folder that un.save wrote to, one checkpoint in it, or another format")
     parser.add_argument("out", help="the file or folder to write")
     parser.add_argument("--format", choices=("safetensors", "huggingface", "dcp"), help="default: by the name of out")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights; default: as they are")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights; default: unchanged")
     parser.add_argument("--like", metavar="FOLDER", help="a Hugging Face folder whose config and tokenizer are copied")
     parser.add_argument("--average", action="store_true", help="the average of the weights that un.average kept")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")

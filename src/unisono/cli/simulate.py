@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS"]
 
 _DESCRIPTION = """\
-How methods scale on a cluster that you describe: step time, speed-up and what limits it, by number of workers; where
+Predict how methods scale on a cluster that you describe: step time, speed-up and its limit, by number of workers; where
 each method stops scaling, which is best where, and what to buy next. Nothing is trained.
 
 A step comes from a plan (unisono plan train.py --json plan.json), or from --parameters and --compute; what a method
@@ -32,7 +32,7 @@ examples:
       --stragglers lognormal:0.1 --slow 1%x2 --mtbf 60d --recovery restart --checkpoint-every 1h
   unisono simulate --parameters 25M --compute 0.1s --net 10gbit --rack 16 --oversubscription 4
 
-The page docs/simulation.md says what is assumed.
+See docs/simulation.md for the assumptions.
 """
 
 
@@ -43,10 +43,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("the simulation and its answer")
     out.add_argument("--workers", metavar="N,…", default="8,64,512,4096,10000", help="default: %(default)s")
     out.add_argument(
-        "--steps", type=parse_count, metavar="S", default=1000, help="simulated each; default: %(default)s"
+        "--steps", type=parse_count, metavar="S", default=1000, help="simulated steps per method; default: %(default)s"
     )
     out.add_argument(
-        "--seed", type=int, default=0, help="of all draws; default: 0. (Without a plan, reducers are timed anew)"
+        "--seed",
+        type=int,
+        default=0,
+        help="random seed; default: 0. (Without a plan, reducers are timed in every call)",
     )
     out.add_argument("--json", metavar="FILE", help="write all numbers there; - for standard output, instead of text")
     out.add_argument("--plot", metavar="FILE.png", help='draw speed-up curves (needs the extra "plots")')
@@ -55,17 +58,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_step(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the step")
     group.add_argument(
-        "--plan", metavar="FILE", help="what `unisono plan --json FILE` wrote: measured steps and network"
+        "--plan", metavar="FILE", help="output of `unisono plan --json FILE`: measured steps and network"
     )
-    group.add_argument("--parameters", metavar="N", help="without a plan: how many, such as 25M")
-    group.add_argument("--compute", metavar="TIME", help="without a plan: a step of one worker alone, such as 0.1s")
+    group.add_argument("--parameters", metavar="N", help="without a plan: size of the model, such as 25M")
+    group.add_argument("--compute", metavar="TIME", help="without a plan: time of a step on one worker, such as 0.1s")
     group.add_argument("--strategies", metavar="A,B", help="specs; default: the plan's, or ten of different kinds")
     group.add_argument(
         "--compressors",
         metavar="X",
         type=float,
         default=1.0,
-        help="without a plan: how many times as fast as on one core here reducers work; inf: no time; default: 1",
+        help="without a plan: speed of reducers relative to one core here; inf: no time; default: 1",
     )
 
 
@@ -74,11 +77,19 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workers-per-host", type=parse_count, metavar="K", help="default: the plan's, or 1")
     group.add_argument("--net", metavar="LINK", help="between hosts: 1gbit,0.1ms (default without a plan)")
     group.add_argument("--inside", metavar="LINK", help="between workers of a host; default: the plan's, or 80gbit,5us")
-    group.add_argument("--cores", type=parse_count, metavar="N", help="of a host; default: enough for its workers")
-    group.add_argument("--threads", type=parse_count, metavar="N", default=1, help="that a worker needs; default: 1")
-    group.add_argument("--rack", type=parse_count, metavar="HOSTS", help="that share a switch; default: all")
     group.add_argument(
-        "--oversubscription", type=float, metavar="X", default=1.0, help="of a rack's uplink; default: 1"
+        "--cores", type=parse_count, metavar="N", help="cores of a host; default: enough for its workers"
+    )
+    group.add_argument(
+        "--threads", type=parse_count, metavar="N", default=1, help="cores that a worker needs; default: 1"
+    )
+    group.add_argument("--rack", type=parse_count, metavar="HOSTS", help="hosts that share a switch; default: all")
+    group.add_argument(
+        "--oversubscription",
+        type=float,
+        metavar="X",
+        default=1.0,
+        help="oversubscription of a rack's uplink; default: 1",
     )
 
 
@@ -89,15 +100,22 @@ def _add_accidents(parser: argparse.ArgumentParser) -> None:
         metavar="KIND",
         help="lognormal:0.1, exponential:0.2, pauses:1%%x3 or none; default: as measured in the plan, or none",
     )
-    group.add_argument("--slow", metavar="SHARExTIMES", help="workers that are slow for good, such as 1%%x3")
+    group.add_argument("--slow", metavar="SHARExTIMES", help="workers that are always slow, such as 1%%x3")
     group.add_argument(
         "--mtbf", metavar="TIME", help="mean time between failures of a host, such as 30d; default: none"
     )
     group.add_argument("--recovery", choices=("elastic", "restart"), default="elastic", help="default: %(default)s")
-    group.add_argument("--detect", metavar="TIME", default="10s", help="until a lost host is noticed; default: 10s")
-    group.add_argument("--start", metavar="TIME", default="60s", help="until a replacement is ready; default: 60s")
-    group.add_argument("--checkpoint-every", metavar="TIME", default="30min", help="with restart; default: 30min")
-    group.add_argument("--checkpoint", metavar="TIME", default="5s", help="that one takes; default: 5s")
+    group.add_argument(
+        "--detect", metavar="TIME", default="10s", help="time until a lost host is noticed; default: 10s"
+    )
+    group.add_argument("--start", metavar="TIME", default="60s", help="time until a replacement is ready; default: 60s")
+    group.add_argument(
+        "--checkpoint-every",
+        metavar="TIME",
+        default="30min",
+        help="time between checkpoints, with restart; default: 30min",
+    )
+    group.add_argument("--checkpoint", metavar="TIME", default="5s", help="duration of a checkpoint; default: 5s")
 
 
 def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

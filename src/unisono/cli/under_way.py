@@ -17,19 +17,19 @@ __all__ = ["COMMANDS", "add_page_options", "show_page"]
 # unisono debug ----------------------------------------------------------------------------------------------------
 
 _DEBUG = """\
-The debugger's prompt for a run of yours on this host: of workers that are stopped at un.breakpoint(), or have raised
-under --pdb. Where none is stopped, all are, at their next collective or step. `h` at the prompt lists its commands;
-leaving it lets all workers go on. See docs/debugger.md.
+Open the debugger's prompt for your run on this host: for workers stopped at un.breakpoint(), or that have raised
+under --pdb. If none is stopped, all stop at their next collective or step. `h` at the prompt lists its commands;
+leaving it lets all workers continue. See docs/debugger.md.
 """
 _DEBUG_MORE = """\
 examples:
-  unisono debug              the one run that is under way
+  unisono debug              the only active run
   unisono debug 2026-11-16_15-40-12_train
 """
 
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("debugged", nargs="?", metavar="RUN", help="its name, where there are several runs")
+    parser.add_argument("debugged", nargs="?", metavar="RUN", help="name of the run, if there are several")
 
 
 def _run_debug(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -71,15 +71,15 @@ def _explain(asked: str | None, runs: list[tuple[str, str]]) -> str:
 
 _SCALE = """\
 Change the number of workers of a run that was started with `unisono run -n MIN:MAX` by you on this host; without N,
-show it. New workers take part as soon as they have come to where the others are; workers that are too many leave after
-a step. The answer comes when the run has accepted the number (with --wait: when it has so many workers).
+show it. New workers take part as soon as they have caught up with the others; surplus workers leave after
+a step. The command returns when the run has accepted the number (with --wait: when it has that many workers).
 """
 _SCALE_MORE = """\
-exit status: 0 where the run has accepted the number, 1 where there is no such run or it refuses.
+exit status: 0 if the run has accepted the number, 1 if there is no such run or it refuses.
 
 examples:
   unisono scale                    how many workers the run has
-  unisono scale 3 --wait           three, and come back when they are there
+  unisono scale 3 --wait           three, and return when they are there
   unisono scale 3 --run 4711       of the run whose `unisono run` has this process id
 """
 _POLL_S = 0.1
@@ -92,9 +92,9 @@ def _add_scale(parser: argparse.ArgumentParser) -> None:
         dest="pid",
         type=parse_count,
         metavar="PID",
-        help="process id of `unisono run`, where there are several",
+        help="process id of `unisono run`, if there are several",
     )
-    parser.add_argument("--wait", action="store_true", help="until the run has so many workers")
+    parser.add_argument("--wait", action="store_true", help="wait until the run has that many workers")
 
 
 def _run_scale(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -132,16 +132,16 @@ def _change(options: argparse.Namespace) -> None:
 # unisono join -----------------------------------------------------------------------------------------------------
 
 _JOIN = """\
-Have this host take part in a run under way on others, which was started with `unisono run -n MIN:MAX` and an engine, or
+Let this host join a run that is active on others, and was started with `unisono run -n MIN:MAX` and an engine, or
 --later K. The command with the run's address and secret is what `unisono scale` shows on the run's host, and what
 `unisono run --later` prints. This host needs the same folder with the same program, and the same versions of Python,
-torch and Unisono. What its workers write appears where the run was started. Ctrl-C leaves the run, which goes on.
+torch and Unisono. The output of its workers appears where the run was started. Ctrl-C leaves the run, which continues.
 
-Whoever has the secret can take part in the run and run code in it. So it is no argument: it comes from a file (--secret
+Whoever has the secret can join the run and run code in it. So it is not an argument: it comes from a file (--secret
 FILE), from standard input (--secret -), or from UNISONO_SECRET.
 """
 _JOIN_MORE = """\
-exit status: 0 when the run has ended well, 1 where it has failed or this host is refused, 97 where its launcher
+exit status: 0 if the run has ended well, 1 if it has failed or this host is refused, 97 if its launcher
 is gone.
 
 examples:
@@ -152,7 +152,7 @@ examples:
 
 
 def _add_join(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", metavar="ADDRESS", help="of the run's launcher, HOST:PORT")
+    parser.add_argument("address", metavar="ADDRESS", help="address of the run's launcher, HOST:PORT")
     parser.add_argument("-n", "--workers", type=parse_count, default=1, metavar="N", help="workers here; default: 1")
     parser.add_argument(
         "--secret", metavar="FILE", help="file with the run's secret, - for standard input; default: UNISONO_SECRET"
@@ -177,17 +177,17 @@ def _run_join(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 # unisono stacks ---------------------------------------------------------------------------------------------------
 
 _STACKS = """\
-Show what every worker of a run is doing: workers that are in the same place are said together, and those that keep the
-others waiting are named. It needs no root, and works while native code holds Python's lock. The run goes on.
+Show what every worker of a run is doing: workers in the same place are listed together, and those that keep the
+others waiting are named. It needs no root, and works while native code holds Python's lock. The run continues.
 
 RUN is the folder in which the run is recorded or its name, `last`, or the process id of `unisono run`; it may be left
-out where one run of yours is under way on this host.
+out if you have only one active run on this host.
 """
 _STACKS_MORE = """\
-exit status: 0, or 1 where there is no such run.
+exit status: 0, or 1 if there is no such run.
 
 examples:
-  unisono stacks                   of the one run that is under way
+  unisono stacks                   of the only active run
   unisono stacks last --full
 """
 
@@ -217,18 +217,18 @@ def _run_stacks(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 _TOP = """\
 Show what every rank of a run does: its step, how fast it is, where its time goes, who is slow, lost or silent; the
-loss, and verdicts. It follows the run until that is over. Where there are more ranks than lines, the worst come first.
+loss, and verdicts. It follows the run to its end. If there are more ranks than lines, the worst come first.
 """
 _TOP_MORE = """\
 examples:
   unisono top                      the newest run of this folder, until it is over
-  unisono top last --once          one picture, for a log
+  unisono top last --once          the current state, for a log
 """
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_name", nargs="?", default="last", metavar="RUN", help="a name or a folder; default: last")
-    parser.add_argument("--once", action="store_true", help="print one picture and end; so it is without a terminal")
+    parser.add_argument("--once", action="store_true", help="print the current state and exit, as without a terminal")
 
 
 def _run_top(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -246,11 +246,11 @@ def _run_top(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 # unisono watch ----------------------------------------------------------------------------------------------------
 
 _WATCH = """\
-Serve the live page of a run, one that goes on or one that has ended: losses and metrics, where the time of a step goes,
-what every rank does, verdicts, and the stack of any rank on a click. Ctrl-C ends the page; the run does not notice.
+Serve the live page of a run, active or ended: losses and metrics, where the time of a step goes,
+what every rank does, verdicts, and the stack of any rank on a click. Ctrl-C ends the page; the run is not affected.
 
-The page is at the printed address, on this machine alone (--bind changes that). The address holds a token: whoever does
-not know it sees nothing. From another machine: ssh -L 8080:127.0.0.1:8080 HOST, and --port 8080 here.
+The page is at the printed address, on this machine only (--bind changes that). The address contains a token: without
+it nobody sees anything. From another machine: ssh -L 8080:127.0.0.1:8080 HOST, and --port 8080 here.
 """
 _WATCH_MORE = """\
 examples:

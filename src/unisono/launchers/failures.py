@@ -293,7 +293,7 @@ def _explain(fault: Fault, last: int | None) -> str:
     if fault.phase == "save":
         return f"un.save wrote nothing after step {fault.step}"
     if fault.phase == "healing":
-        return f"the world was not formed anew after step {fault.step}, with rank {rank} in it"
+        return f"the world was not formed again after step {fault.step}, with rank {rank} in it"
     if fault.phase == "exchange":
         return f"rank {rank} exchanged nothing from step {fault.step} on"
     return f"rank {rank} came to step {last}, but not through this moment"

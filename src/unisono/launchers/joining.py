@@ -294,7 +294,7 @@ def _compare(run: Mapping[str, Any]) -> None:
         ) from None
     found = describe_run(run["program"])["digest"]
     if run["digest"] is not None and found != run["digest"]:
-        what = "is not there" if found is None else "is another than that of the run"
+        what = "is missing" if found is None else "differs from that of the run"
         raise CannotJoin(f"{Path(folder, run['file'])} {what}: copy the program of the run to this host")
 
 
@@ -321,7 +321,7 @@ def _serve(channel: Channel, token: bytes, given: Mapping[str, Any]) -> int:
     try:
         status = host.run()
     except KeyboardInterrupt:
-        _say("leaves the run: the others go on without this host")
+        _say("leaves the run: the others continue without this host")
         return 130
     finally:
         host.stop()

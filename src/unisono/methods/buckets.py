@@ -237,7 +237,7 @@ def split_evenly(named: Sequence[tuple[str, Parameter]], count: int) -> list[lis
     trainable = sum(p.requires_grad for _, p in named)
     if count > trainable:
         raise ValueError(
-            f"fragments={count}, but the model has {trainable} trainable tensors: give at most so many fragments"
+            f"fragments={count}, but the model has {trainable} trainable tensors: give at most that many fragments"
         )
     loads, parts = [0] * count, [[] for _ in range(count)]  # type: tuple[list[int], list[list[int]]]
     for i in sorted(range(len(named)), key=lambda i: (-weights[i], i)):

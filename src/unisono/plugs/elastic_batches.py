@@ -46,8 +46,8 @@ def deal_loader(loader: Any, world: World, *, name: str) -> Shard:
     if type(batches) is not BatchSampler or is_stream:
         how = "no length" if is_stream else "no batch size" if batches is None else "its own batch sampler"
         raise ValueError(
-            f"unisono.{name}: in an elastic run (-n MIN:MAX) batches are dealt anew when workers come and go; those of "
-            f"{type(dataset).__name__} with {how} cannot be. Give a DataLoader of a map-style dataset with a "
+            f"unisono.{name}: in an elastic run (-n MIN:MAX) batches are redistributed when workers join or leave; "
+            f"those of {type(dataset).__name__} with {how} cannot be. Give a DataLoader of a map-style dataset with a "
             "batch_size, or use a fixed number of workers (-n N)"
         )
     first = world.broadcast_object(world.size)  # of the workers that the run began with, also for those that come later

@@ -107,7 +107,9 @@ class Lab(Engine):
             )
         except NoNamespaces as error:
             if self.shaper == "kernel":
-                raise EngineError(f"the lab cannot make hosts here: {error}. With --shaper auto it goes on") from None
+                raise EngineError(
+                    f"the lab cannot create hosts here: {error}. --shaper auto runs without them"
+                ) from None
             print(
                 f"unisono: {error}; the workers' own transport holds bytes back instead, and groups that a program "
                 "makes by torch.distributed are as fast as the machine",

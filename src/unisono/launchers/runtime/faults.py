@@ -145,7 +145,9 @@ class _Reader:
         start = self.place
         kind = self.skip(r"[a-zA-Z_-]+")
         if kind == "partition":
-            problem = "partition is not offered: no world goes on in parts yet; `stop` cuts one rank off for a time"
+            problem = (
+                "partition is not offered: no world can continue in parts yet; `stop` cuts one rank off for a time"
+            )
             raise FaultError(problem, self.text, start)
         if kind not in _FORMS:
             self.place = start
@@ -238,7 +240,7 @@ def check_script(text: str, workers: int, *, restarts: int = 0) -> list[Fault]:
         problems = [_find_contradiction(other, fault) for other in faults[:number]]
         problems += [] if restarts else [_find_end(faults, fault)]
         if fault.phase == "healing" and not restarts:
-            why = "the world is formed anew only where workers come and go: unisono run -n MIN:MAX"
+            why = "the world is formed again only in elastic runs: unisono run -n MIN:MAX"
             problems.append(f"`{fault}`: {why}")
         for problem in filter(None, problems):
             raise FaultError(problem, text, fault.position)

@@ -346,7 +346,7 @@ class RunFolder:
             write()
         except OSError as error:
             self._is_lost = True
-            self._say(f"unisono: this run is no longer recorded: {self.path}: {_explain(error)}; training goes on")
+            self._say(f"unisono: this run is no longer recorded: {self.path}: {_explain(error)}; training continues")
 
 
 def append(path: Path, data: bytes) -> None:

@@ -247,7 +247,7 @@ class MeshState:
         if self.world.rank == 0 and any(held):
             warn_user(
                 f"the checkpoint was saved where parameters were not split as in {self.mesh}: model and optimizer are "
-                "loaded; what the strategy kept for itself (what it had still to send) begins anew"
+                "loaded; what the strategy kept for itself (residuals still to be sent) is reset"
             )
         fresh = self.replica.shared_state() | {"step": shared["step"]}
         if "anchors" in fresh:

@@ -45,7 +45,9 @@ FACTS = Facts(
     ],
     refuses={"k=0": "fraction", "feedback=1": "feedback", "seed=0.5": "seed"},
     trains_as=["allreduce(reducer=randomk(k=0.3))"],
-    convergence=Convergence("other", "some numbers of each gradient, drawn anew: learns far less from each sample"),
+    convergence=Convergence(
+        "other", "some numbers of each gradient, drawn in every step: learns far less from each sample"
+    ),
     plans=["randomk(k=0.01)"],
 )
 

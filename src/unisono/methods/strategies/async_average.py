@@ -34,7 +34,7 @@ FACTS = Facts(
     [Example("async_average", varies=True), Example("async_average(warmup=1)", varies=True)],
     refuses={"accumulate=0": "accumulate", "every_s=-1.0": "every_s", "warmup=-1": "warmup"},
     own_gradients=True,
-    convergence=Convergence("other", "models are averaged behind training; nobody waits"),
+    convergence=Convergence("other", "models are averaged in the background; no worker waits"),
     unpredicted="how often models meet depends on the time that a round takes",
 )
 

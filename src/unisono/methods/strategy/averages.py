@@ -442,7 +442,7 @@ class Average:
         """The method is about to keep its values elsewhere: in another world (`change`), or under another method."""
         if self.is_applied:
             warn_user(
-                "the world was formed anew inside average.applied(): what is evaluated in the rest of the block is the "
+                "the world was formed again inside average.applied(): the rest of the block evaluates the "
                 "current weights, not their average"
             )
             with torch.no_grad():

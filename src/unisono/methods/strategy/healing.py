@@ -400,7 +400,7 @@ class Healing:
         """
         if is_open is None:
             is_open = self.elastic.in_call and self.elastic.is_between_passes
-        why = self.elastic.broken or PeerLost("the world is formed anew")
+        why = self.elastic.broken or PeerLost("the world is being formed again")
         began = self.world.ledger.clock()
         self._give_up_window()
         if self._open is not None:  # its window may have been counted

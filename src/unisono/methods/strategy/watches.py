@@ -168,7 +168,7 @@ class ParameterWatch:
         if lines and world.rank == 0:
             more = f"\n  and {len(lines) - _SHOWN} parameters more" if len(lines) > _SHOWN else ""
             advice = (
-                "Every rank goes on with its own values: load a checkpoint of before, or find out what changed them"
+                "Every rank continues with its own values: load an earlier checkpoint, or find out what changed them"
             )
             print("\n".join(f"unisono: {line}" for line in lines[:_SHOWN]) + f"{more}. {advice}", file=sys.stderr)
 

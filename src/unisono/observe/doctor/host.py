@@ -227,7 +227,7 @@ def check_shared_memory(
     try:
         room = os.statvfs(folder)
     except OSError as error:
-        text = f"{folder} is not there ({error.strerror})"
+        text = f"{folder} is missing ({error.strerror})"
         advice = "a DataLoader with num_workers cannot hand batches over: mount a tmpfs there"
         return [*found, Finding(SECTION, "/dev/shm", "warn", text, advice)]
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize

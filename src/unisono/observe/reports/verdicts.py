@@ -104,6 +104,6 @@ def describe(event: dict[str, Any]) -> str:
     if kind == "world":
         count = event.get("ranks", event.get("size"))
         what = f": {event['what']}" if event.get("what") else ""
-        return f"{count} workers go on (generation {event.get('generation')}){what}"
+        return f"{count} workers continue (generation {event.get('generation')}){what}"
     details = ", ".join(f"{name} {value}" for name, value in event.items() if name not in _TOLD)
     return " ".join(filter(None, [f"{kind}:", who, details])).rstrip(":")

@@ -86,10 +86,10 @@ def conclude(found: Summary) -> str:
     most = max((part for part in PARTS if part != "compute"), key=lambda part: found.cost[part])
     why = f"{most} takes {100 * found.cost[most] / found.cost['wall']:.0f} % of a step"
     if gained.times < 1:
-        return f"One worker is faster for this model: {work}, as {why}. Use -n 1, or give a worker more samples a step."
+        return f"One worker is faster for this model: {work}, as {why}. Use -n 1, or more samples per worker."
     remedy = {
-        "communication": "`unisono plan` looks for a method that needs less; more samples a step have fewer exchanges",
-        "waiting": found.slowest.text if found.slowest and found.slowest.cause else "more samples a step help",
+        "communication": "`unisono plan` looks for a method that needs less; larger batches need fewer exchanges",
+        "waiting": found.slowest.text if found.slowest and found.slowest.cause else "more samples per step help",
         "data": "read ahead of the step, as a DataLoader with num_workers does",
     }[most]
     return f"{work}, as {why}: {remedy}."
@@ -135,7 +135,7 @@ def describe_balance(found: Summary) -> list[str]:
         lines.append(f"samples a worker: {min(samples):,} to {max(samples):,}, {sum(samples):,} in all")
     own = [rank.own_s for rank in trained]
     if len(own) > 1 and max(own) > 0:
-        lines.append(f"own work a step: {show_ms(min(own))} to {show_ms(max(own))} ms (compute and data)")
+        lines.append(f"own work per step: {show_ms(min(own))} to {show_ms(max(own))} ms (compute and data)")
     if (mix := _describe_classes(found)) is not None:
         lines.append(mix)
     return lines

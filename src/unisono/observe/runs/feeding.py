@@ -43,7 +43,7 @@ def start_feeding(folder: Path, asked: str) -> subprocess.Popen[bytes] | None:
             start_new_session=True,  # Ctrl-C comes to whoever started it, which then ends this
         )
     except OSError as error:
-        print(f"unisono: nothing is logged to {asked}: {error.strerror}; training goes on", file=sys.stderr)
+        print(f"unisono: nothing is logged to {asked}: {error.strerror}; training continues", file=sys.stderr)
         return None
 
 
@@ -172,14 +172,14 @@ class Feeder:
             try:
                 self._sinks.append(open_sink(one, self.reader))
             except Exception as error:  # noqa: PERF203  # a library's own: not logged in, no such server, a port in use
-                _say(f"nothing is logged to {one}: {_explain(error)}; training goes on")
+                _say(f"nothing is logged to {one}: {_explain(error)}; training continues")
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:  # a library's own
             self._sinks.remove(sink)
-            _say(f"nothing more is logged to {sink.asked}: {_explain(error)}; training goes on")
+            _say(f"nothing more is logged to {sink.asked}: {_explain(error)}; training continues")
 
     def _find_costs(self) -> list[tuple[int, float, dict[str, float]]]:
         """The cost of a mean step since the last call, over all ranks."""

@@ -350,7 +350,7 @@ class RunReader:
     def _find_missing(self) -> Iterator[str]:
         if not self.run:
             there = (self.folder / "run.json").exists()
-            yield f"what the run was: run.json {'cannot be read' if there else 'is not there'}"
+            yield f"what the run was: run.json {'cannot be read' if there else 'is missing'}"
         elif self.run.get("format") != FORMAT:
             yield f"some of it, perhaps: it is of format {self.run.get('format')}, and this version reads {FORMAT}"
         over = self.is_running is not True
@@ -367,7 +367,7 @@ class RunReader:
         if headless:
             yield f"the beginning of {_list(headless)}: no header"
         if over and (cut := [p for p, rank in self.ranks.items() if rank.header and rank.end is None]):
-            yield f"the end of {_list(cut)}: killed, or cut off; up to the last half second is not there"
+            yield f"the end of {_list(cut)}: killed, or cut off; up to the last half second is missing"
         if self.unreadable:
             yield f"{self.unreadable} line{'s' if self.unreadable > 1 else ''} that could not be read"
 

@@ -200,7 +200,7 @@ def _start_feeding(made: RunFolder) -> None:
     try:
         read_asked(asked)
     except ValueError as error:
-        print(f"unisono: UNISONO_LOG: {error}; training goes on", file=sys.stderr)
+        print(f"unisono: UNISONO_LOG: {error}; training continues", file=sys.stderr)
         return
     _feeding = start_feeding(made.path, asked)
 
@@ -242,7 +242,7 @@ class FileWriter:
             self.is_lost = True
             why = (error.strerror or str(error)).rstrip(".")
             print(
-                f"unisono: this worker is no longer recorded: {self.path}: {why}; training goes on",
+                f"unisono: this worker is no longer recorded: {self.path}: {why}; training continues",
                 file=sys.stderr,
                 flush=True,
             )

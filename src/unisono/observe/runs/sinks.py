@@ -99,7 +99,7 @@ def _find_own(word: str) -> Asked:
     try:
         made = getattr(importlib.import_module(word.partition(":")[0]), word.partition(":")[2])
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"got {word!r} to log to, a function in a module, and there is none: {error}") from None
+        raise ValueError(f"got {word!r} to log to, a function in a module, and found none: {error}") from None
     if not callable(made):
         raise ValueError(f"got {word!r} to log to, which is no function")
     return Asked(word)

@@ -22,7 +22,7 @@ __all__ = ["TorchState", "run"]
 
 T = TypeVar("T")
 _NOT_OFFERED = {
-    "ElasticSampler": "un.shard(dataset, batch_size=...): it deals the rest of an epoch anew when workers come and go",
+    "ElasticSampler": "un.shard(dataset, batch_size=...): it redistributes an epoch when workers join or leave",
     "ObjectState": "TorchState(epoch=0): it takes plain values alone, too",
     "State": "TorchState, or un.follow for an object with state_dict() and load_state_dict()",
 }
@@ -135,7 +135,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
         if world.elastic is not None and world.elastic.is_joining and not world.shards:
             raise Refused(
                 "this worker cannot join the training: the program has divided its data by the number of workers at "
-                "its start. Let un.shard do it, before this function is called: it deals the rest of an epoch anew"
+                "its start. Let un.shard do it, before this function is called: it redistributes the rest of an epoch"
             )
         return function(state, *args, **kwargs)
 

@@ -256,7 +256,7 @@ def _conclude(measured: Measured, choice: Choice) -> str:
     if first.seconds > measured.ranks * measured.compute_s > 0:
         return (
             f"In short: one worker is faster for this model: what {measured.ranks} do in {show_s(first.seconds)}, it "
-            f"does in {show_s(measured.ranks * measured.compute_s)}; use -n 1, or give a worker more samples a step."
+            f"does in {show_s(measured.ranks * measured.compute_s)}; use -n 1, or more samples per worker."
         )
     own = next((row for row in choice.ranked if row.spec == measured.own and row is not first), None)
     gains = [f"{own.seconds / first.seconds:.2f} times as fast as the program's {own.spec}"] if own is not None else []

@@ -141,7 +141,7 @@ class _Csv:
                     start, rest = start + length, rest[length:]
                 elif len(rest) > _MAX_RECORD_BYTES:
                     raise ValueError(
-                        f"{self._name_line(file, start, 1)} goes on for {len(rest)} bytes: a quote is open"
+                        f"{self._name_line(file, start, 1)} continues for {len(rest)} bytes: a quote is not closed"
                     )
         return [*pieces, FilePiece(file, start, start + len(rest), len(rest))] if rest else pieces
 

@@ -96,9 +96,7 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, LinearModel):  # type: igno
         first = not hasattr(self, "coef_")
         before = getattr(self, "_moments", None)
         if not first and before is None:
-            warnings.warn(
-                "partial_fit starts anew: only a fit by the solver 'normal' can be gone on from", stacklevel=2
-            )
+            warnings.warn("partial_fit starts afresh: only a fit by the solver 'normal' can be continued", stacklevel=2)
         source, single = self._find_source(X, y, sample_weight, reset=first)
         settings = self._read_settings()
         found = self._fit_here(replace(settings, solver="normal", extra={}), source)

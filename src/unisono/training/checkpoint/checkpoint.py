@@ -422,7 +422,7 @@ class _Saving:
 
 
 def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True) -> Loaded:
-    """Take up the newest whole checkpoint in the folder `path` (or `path` itself, if it is one).
+    """Load the newest intact checkpoint in the folder `path` (or `path` itself, if it is one).
 
     `path` may also be a folder of torch.distributed.checkpoint, a Hugging Face folder, a .safetensors file or one that
     torch.save wrote: model, optimizer and step are loaded as far as they are there, and no code in it is run.
@@ -442,7 +442,7 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        CheckpointError: there are some, and none is whole.
+        CheckpointError: no checkpoint is intact.
         ValueError: the checkpoint does not fit the model or the optimizer.
     """
     _check_replica("load", replica)
@@ -466,7 +466,7 @@ _ALIKE = (FileNotFoundError, CheckpointError, ValueError, TypeError)  # what `lo
 def _load(
     path: str | os.PathLike[str], replica: Savable, strict: bool, saves: BackgroundSaves, *, stacklevel: int
 ) -> dict[str, Any]:
-    """Load the newest whole checkpoint. Returns the fields of `Loaded`, and the positions of the shards."""
+    """Load the newest intact checkpoint. Returns the fields of `Loaded`, and the positions of the shards."""
     world, root = replica.world, find_place(path)
     strategy, what = type(replica.strategy).__name__, f"{root} could not be loaded"
     gather = world.gather_objects
@@ -534,7 +534,7 @@ def _apply_average(saved: Any, replica: Savable) -> None:
     if average is not None:
         average.load(saved)
         if saved is None:
-            problem = "it holds no average of the weights: that begins anew, with the next step that counts"
+            problem = "it holds no average of the weights: the average starts afresh with the next step that counts"
     elif saved is not None:
         problem = (
             f"it holds an average of the weights (decay={saved['decay']!r}, {saved['updates']} updates), and this run "
@@ -561,7 +561,9 @@ def _apply_rng(states: list[Any], found: Contents, world: World) -> None:
             rng.derive(states[0], world.rank)
     except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError) as error:
         file = f"rank-{world.rank if found.same_world else min(world.rank, len(states) - 1):05d}.json"
-        raise CheckpointError(f"{file} has a state of random numbers that cannot be taken up: {error!r}") from error
+        raise CheckpointError(
+            f"{file} has a state of the random number generators that cannot be restored: {error!r}"
+        ) from error
 
 
 def _apply_model_and_optimizer(found: Contents, replica: Savable, *, strict: bool) -> None:

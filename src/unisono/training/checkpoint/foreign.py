@@ -180,7 +180,7 @@ def name_parameters(found: Contents) -> dict[str, Any] | None:
         owner = model.get(named.get(number, ""))
         if owner is None or len(names) != len(numbers) or (shapes and tuple(owner.shape) not in shapes):
             raise ValueError(
-                "the optimizer's parameters have no names there, and are not in the model's order: save it anew with "
+                "the optimizer's parameters have no names there, and are not in the model's order: save it again with "
                 "this version, or export the model alone (optimizer=False)"
             )
     groups = [{**group, "params": [named[number] for number in group["params"]]} for group in optimizer["param_groups"]]

@@ -37,7 +37,7 @@ class Exported(NamedTuple):
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Model and optimizer of the newest whole checkpoint in the folder `path` (or of `path` itself), in full.
+    """Model and optimizer of the newest intact checkpoint in the folder `path` (or of `path` itself), in full.
 
     `path` may also be of another format: see `un.load`. Needs no world and no replica; the checkpoint may be of any
     strategy, placement and number of workers. Tensors that differed between the ranks become their mean, with a
@@ -50,7 +50,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        CheckpointError: there are some, and none is whole.
+        CheckpointError: no checkpoint is intact.
 
     Example:
         >>> import tempfile, torch, unisono as un
@@ -85,7 +85,7 @@ def export_model(
     overwrite: bool = False,
     average: bool = False,
 ) -> Exported:
-    """Write the model of the newest whole checkpoint at `path` as the safetensors file `out`, names as in its
+    """Write the model of the newest intact checkpoint at `path` as the safetensors file `out`, names as in its
     `state_dict`.
 
     The tensors stream from the one to the other: memory stays at some ten MiB whatever the model's size. The file
@@ -137,7 +137,7 @@ def _convert(stored: Stored, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 def read_newest(path: str | os.PathLike[str], *, lazy: bool, stacklevel: int) -> tuple[Contents, Place]:
-    """The newest whole checkpoint at a path, or what lies there in another format."""
+    """The newest intact checkpoint at a path, or a checkpoint there in another format."""
     root = find_place(path)
     if isinstance(root, Path) and (kind := find_format(root)) != "unisono":
         try:

@@ -112,7 +112,7 @@ def find_newest(
         found_by = [reason if reasons[0] == reason else f"rank {rank}: {reason}" for reason, rank in why.items()]
         skipped.append((str(root / name), "; ".join(reversed(found_by))))
     lines = "".join(f"\n  {where}: {why}" for where, why in skipped)
-    raise CheckpointError(f"no whole checkpoint at {root}; restore one from a copy, or give another path:{lines}")
+    raise CheckpointError(f"no intact checkpoint at {root}; restore one from a copy, or give another path:{lines}")
 
 
 def warn_of_damage(found: Contents, folder: Place, skipped: list[tuple[str, str]], *, stacklevel: int) -> None:

@@ -140,7 +140,7 @@ def count_rows(dataset: Any, world: World) -> list[int]:
     if empty and any(counts):
         raise ValueError(
             f"un.shard got a table of which no row lies with rank {', '.join(map(str, empty))}: the ranks have "
-            f"{counts}. Expected rows with each: divide it anew (repartition), or use fewer workers."
+            f"{counts}. Expected rows with each: repartition it, or use fewer workers."
         )
     return counts
 

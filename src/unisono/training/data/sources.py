@@ -229,7 +229,7 @@ def open_source(
         if isinstance(data, Iterator):
             raise TypeError(
                 f"un.shard got a {type(data).__name__}, which can be read only once. Expected an iterable dataset: an "
-                "object whose __iter__ starts the stream anew for every epoch."
+                "object whose __iter__ restarts the stream for every epoch."
             )
         return SampleSource(data, None, collate, options, seeds=seeds, why_whole=why_whole)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):

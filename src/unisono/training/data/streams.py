@@ -169,7 +169,7 @@ class Stream:
         what = f"{other} was not there then, or not of this size" if other else f"there were {len(saved)} parts"
         raise ValueError(
             f"{name} was saved with other files than it has now: {what}. Give the files it was saved with, or start "
-            "anew under another name=."
+            "afresh under another name=."
         )
 
     def describe(self) -> str:

@@ -245,7 +245,7 @@ class Peer:
             return
         self._refused_since = self._refused_since or now
         if now - self._refused_since > _DYING_S:
-            raise LinkLost(f"nobody listens any more at {self.describe()}, the door of rank {self.rank}")
+            raise LinkLost(f"nothing is listening any more at {self.describe()}, the door of rank {self.rank}")
 
 
 _doors: weakref.WeakSet[Door] = weakref.WeakSet()

@@ -148,8 +148,8 @@ class Hub:
             self._server.drop_late()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self.say(
-                    f"unisono: nobody has attached within {self.wait_s:g} s ({DEBUGGER_WAIT_S}): the workers go on, "
-                    "and pass over further breakpoints"
+                    f"unisono: nobody has attached within {self.wait_s:g} s ({DEBUGGER_WAIT_S}): the workers continue, "
+                    "and ignore further breakpoints"
                 )
                 self._release("leave")
         self._server.close()
@@ -244,7 +244,7 @@ class Hub:
             self.say(
                 f"unisono: rank {message['rank']} has stopped at {message['place']}, and no terminal is here to ask. "
                 f"Attach with: {self.how_to_attach}\n"
-                f"  The workers wait for {self.wait_s:g} s ({DEBUGGER_WAIT_S}), then they go on."
+                f"  The workers wait for {self.wait_s:g} s ({DEBUGGER_WAIT_S}), then they continue."
             )
 
     def _ask_to_stop(self, channel: Channel) -> None:

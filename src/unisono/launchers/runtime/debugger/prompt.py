@@ -25,17 +25,17 @@ __all__ = ["Prompt", "TerminalPrompt"]
 
 _HELP = """\
   w, where          where each rank is
-  p EXPRESSION      its value on every rank; equal answers are shown once (pp: in lines)
-  @2 p x.shape      on rank 2 alone; @0,3 and @0-2 too. @2 on its own: all that follows; @all: all ranks again
+  p EXPRESSION      the value on every rank; equal answers are shown once (pp: in lines)
+  @2 p x.shape      on rank 2 alone; @0,3 and @0-2 too. @2 on its own: for all further commands; @all: all ranks again
   l, ll             the source around; the whole function
   u, d, bt          a frame up, down; all frames
   n, s, r           all ranks together: to the next line, into a call of your code, to the return of the function
   b FILE:LINE       a breakpoint on all ranks; cl removes them
-  !STATEMENT        is executed
-  c                 all go on, to the next breakpoint
-  q, Ctrl-D         leave: all go on, and pass over further breakpoints
+  !STATEMENT        execute a statement
+  c                 all continue to the next breakpoint
+  q, Ctrl-D         leave: all continue, and ignore further breakpoints
   abort             end the run
-  An empty line repeats the last command. What else pdb knows (whatis, a, until, display, tbreak) goes to the ranks."""
+  An empty line repeats the last command. Other pdb commands (whatis, a, until, display, tbreak) go to the ranks."""
 _STEPS = {"n", "next", "s", "step", "r", "return", "unt", "until"}
 _LOOK_S = 0.3  # between two looks at ranks that have not stopped
 _PATIENCE_S = 5.0  # for them, once another has stopped
@@ -146,7 +146,7 @@ class Prompt:
         if was_stopped and not died:
             self._write(f"rank {number} has ended its program")
         elif was_stopped:
-            self._write(f"rank {number} has died: all others go on")
+            self._write(f"rank {number} has died: all others continue")
             self._forget_stops()
             self._is_released = True
 
@@ -252,7 +252,7 @@ class Prompt:
                 return self._release("continue")
             case "q" | "quit" | "exit" | "EOF":
                 self._release("leave")
-                self._write("left: all workers go on, and pass over further breakpoints")
+                self._write("left: all workers continue, and ignore further breakpoints")
                 self._is_over = True
                 return True
             case "abort":

@@ -91,7 +91,7 @@ class parameter_server(Strategy):
         refuse_several(optimizer, "parameter_server", "a push to its servers is one step of one optimizer")
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, LBFGS):
-            raise TypeError("a server takes one gradient a step, but LBFGS asks for several: use another optimizer")
+            raise TypeError("a server takes one gradient per step, but LBFGS asks for several: use another optimizer")
         if self.servers > len(held):
             raise ValueError(f"servers={self.servers} for {len(held)} parameter tensors: expected at most one for each")
         if self.reducer is not None and any(p.is_complex() for p in held):

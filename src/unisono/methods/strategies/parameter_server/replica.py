@@ -105,7 +105,9 @@ class ServedReplica(PeriodicReplica):
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         grads = {p: p.grad for p in held}
         if any(p not in grads for part in self._parts for p in part) or len(held) != sum(map(len, self._parts)):
-            raise ValueError("the optimizer's parameters have changed since un.parallel: make it anew with all of them")
+            raise ValueError(
+                "the optimizer's parameters have changed since un.parallel: create it again with all of them"
+            )
         scale = self._unscale()
         self._stashed = list(grads.items())
         if scale is not None:

@@ -165,7 +165,7 @@ class SharedReplica(Replica):
         if self.world.elastic is not None:
             return what + "; the step is ended by those left"
         return what + (
-            ". Do not save or use this model: start the run anew from its last checkpoint. Where lost workers are "
+            ". Do not save or use this model: restart the run from its last checkpoint. If lost workers are "
             "replaced (unisono run -n MIN:MAX) the others end such a step"
         )
 
@@ -254,7 +254,7 @@ class SharedReplica(Replica):
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             raise ValueError(
                 f"a lost rank took the optimizer's state of {lost[0]!r}{more}, stepped whole by the rank that owns it, "
-                "with it: make the replica anew in the new world and un.load the last checkpoint"
+                "with it: create the replica again in the new world and un.load the last checkpoint"
             )
 
     def stop(self, change: Change | None = None) -> None:

@@ -151,7 +151,7 @@ class Offloading:
         if not fresh:
             raise RuntimeError(
                 "another backward pass before optimizer.step(), and the gradients of the former have left for the "
-                "host: give the strategy accumulate=2 (passes a step), or run all but the last in replica.no_sync(); "
+                "host: give the strategy accumulate=2 (passes per step), or run all but the last in replica.no_sync(); "
                 "with activation checkpointing use use_reentrant=False"
             )
         if self._engine is None:

@@ -503,7 +503,7 @@ class ZeroReplica(Replica):
             why = f"the parts that rank(s) {many} of the former {change.former_size} had of the {what} are gone"
             after = ", ".join(str((r + 1) % change.former_size) for r in gone)
             why, hint = f"{why}: so are the copies on the rank(s) after them, {after}", ""
-        raise ValueError(f"{why}: make the replica anew in the new world and un.load the last checkpoint{hint}")
+        raise ValueError(f"{why}: create the replica again in the new world and un.load the last checkpoint{hint}")
 
     def stop(self, change: Change | None = None) -> None:
         """For another world, model and optimizer become whole, from those who hold the shards of the source's world;

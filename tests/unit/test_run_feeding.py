@@ -66,8 +66,8 @@ class Taken(Sink):
     ("text", "words"),
     [
         ("tensorbord", "got 'tensorbord' to log to; expected some of tensorboard, prometheus, wandb, mlflow, otel"),
-        ("nomodule:start", "a function in a module, and there is none"),
-        ("json:nothing", "a function in a module, and there is none"),
+        ("nomodule:start", "a function in a module, and found none"),
+        ("json:nothing", "a function in a module, and found none"),
         ("sys:path", "which is no function"),
         ("prometheus:port", "expected prometheus:PORT"),
         ("prometheus:99999", "expected prometheus:PORT"),

@@ -5,8 +5,14 @@ it is; its polynomial in fp32, its choice without a GPU) over ours with torch.op
 peer_bf16_over_ours_N, both in bf16; muon_step_scaling_N, the optimizer's part of our step times N, over that of one
 worker who steps everything, while the other workers do the same.
 --peer (or NANOCHAT) is a checkout of karpathy/nanochat, of which nanochat/optim.py is imported; without it, the peer is
-left out. With --gpu: a GPT of 124 M parameters, compiled, one worker: zero_over_plain, and how far the parameters of
-an offloaded run are from those of a plain one after three steps (offload_difference, of their largest change).
+left out. With --gpu: a GPT of 124 M parameters, compiled, one worker: zero_over_plain.
+
+There, and with --offload without a GPU on a small GPT: offload_wrong_elements, of the matrices of a run with its
+optimizers on the host, those that are not, bit by bit, what plain torch.optim.Muon makes there of the same gradients
+in three steps; offload_difference, how far the changes of its parameters are from those of a plain run (the norm of the
+difference over that of the change, of the parameter that differs most); order_difference, the same between two plain
+runs that read the rows of a batch in another order. Muon's bf16, and AdamW of gradients near zero, turn what rounding
+does into as much.
 """
 
 from __future__ import annotations
@@ -178,8 +184,10 @@ def run_on_cpu(options: Any) -> dict[str, Any]:
 
 # On a GPU -------------------------------------------------------------------------------------------------------------
 
+SMALL = {"width": 128, "layers": 2, "vocabulary": 2000}  # without a GPU
 
-def make_gpt() -> Any:
+
+def make_gpt(width: int = 768, layers: int = 12, vocabulary: int = 50_304) -> Any:
     """124 M parameters: 12 layers of width 768, a vocabulary of 50,304, tied."""
     import torch
     from torch import nn
@@ -187,7 +195,7 @@ def make_gpt() -> Any:
     class GPT(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.blocks = nn.Embedding(50_304, 768), make_blocks(768, 12)
+            self.embed, self.blocks = nn.Embedding(vocabulary, width), make_blocks(width, layers)
 
         def forward(self, text: torch.Tensor) -> torch.Tensor:
             return self.blocks(self.embed(text)) @ self.embed.weight.T
@@ -195,58 +203,97 @@ def make_gpt() -> Any:
     return GPT()
 
 
-def make_gpu_step(strategy: str) -> tuple[Callable[[], None], Any]:
+class GPTSide:
+    """A training step of that GPT with Muon and AdamW. Rows of the batch may be reversed, which changes the order of
+    sums alone. Before each step `look` is called."""
+
+    def __init__(self, strategy: str, device: str = "cuda", *, is_reversed: bool = False) -> None:
+        import torch
+
+        import unisono as un
+
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("high")
+        sizes = {} if device == "cuda" else SMALL
+        self.model, self.device = make_gpt(**sizes).to(device), device
+        self.first = self.values()
+        self.hidden = torch.optim.Muon(self.model.blocks.parameters(), lr=0.02)
+        self.rest = torch.optim.AdamW(self.model.embed.parameters(), lr=3e-4)
+        if strategy:
+            un.parallel(self.model, [self.hidden, self.rest], strategy)
+        self.called = torch.compile(self.model) if device == "cuda" else self.model
+        vocabulary = sizes.get("vocabulary", 50_304)
+        shape = (8, 1025) if device == "cuda" else (8, 65)
+        text = torch.randint(0, vocabulary, shape, generator=torch.Generator(device).manual_seed(1), device=device)
+        self.text = text.flip(0) if is_reversed else text
+        self.look: Callable[[], None] = lambda: None
+
+    def values(self) -> list[Any]:
+        return [p.detach().float().cpu().clone() for p in self.model.parameters()]
+
+    def __call__(self) -> None:
+        import torch
+
+        self.hidden.zero_grad()
+        self.rest.zero_grad()
+        with torch.autocast(self.device, torch.bfloat16):
+            out = self.called(self.text[:, :-1])
+        torch.nn.functional.cross_entropy(out.float().flatten(0, 1), self.text[:, 1:].flatten()).backward()
+        self.look()
+        self.hidden.step()
+        self.rest.step()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def train(self, steps: int = 3) -> list[Any]:
+        """The changes of all parameters."""
+        for _ in range(steps):
+            self()
+        return [p - first for p, first in zip(self.values(), self.first, strict=True)]
+
+
+def compare_offloaded(device: str) -> dict[str, Any]:
+    """Muon off the device: bit by bit against plain Muon on the host with the same gradients; and how far such a run is
+    from a plain one, beside how far rounding alone takes two plain ones apart."""
     import torch
 
-    import unisono as un
+    side = GPTSide("zero(stage=2, optimizer_on=cpu)", device)
+    theirs = [p for group in side.hidden.param_groups for p in group["params"]]
+    twins = [torch.nn.Parameter(p.detach().float().cpu().clone()) for p in theirs]
+    plain = torch.optim.Muon(twins, lr=0.02)
 
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    model = make_gpt().cuda()
-    hidden = torch.optim.Muon(model.blocks.parameters(), lr=0.02)
-    rest = torch.optim.AdamW(model.embed.parameters(), lr=3e-4)
-    if strategy:
-        un.parallel(model, [hidden, rest], strategy)
-    called = torch.compile(model)
-    text = torch.randint(0, 50_304, (8, 1025), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    def step_twins() -> None:
+        for twin, p in zip(twins, theirs, strict=True):
+            twin.grad = p.grad.full().float().cpu()
+        plain.step()
 
-    def step() -> None:
-        hidden.zero_grad()
-        rest.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            out = called(text[:, :-1])
-        torch.nn.functional.cross_entropy(out.float().flatten(0, 1), text[:, 1:].flatten()).backward()
-        hidden.step()
-        rest.step()
-        torch.cuda.synchronize()
+    side.look = step_twins
+    offloaded, alone = side.train(), GPTSide("", device).train()
+    wrong = sum(int((twin != p.detach().float().cpu()).sum()) for twin, p in zip(twins, theirs, strict=True))
+    in_another_order = GPTSide("", device, is_reversed=True).train()
+    found = {"offload_difference": offloaded, "order_difference": in_another_order}
+    largest = {key: max(map(relative_difference, changes, alone)) for key, changes in found.items()}
+    return {"offload_wrong_elements": wrong, **largest}
 
-    return step, model
+
+def relative_difference(found: Any, wanted: Any) -> float:
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def run_on_gpu(options: Any) -> dict[str, Any]:
     import torch
 
     sides = {"plain": "", "zero": "zero(stage=2)"}
-    steps = {name: make_gpu_step(strategy)[0] for name, strategy in sides.items()}
+    steps = {name: GPTSide(strategy) for name, strategy in sides.items()}
     seconds = interleaved(steps, repeats=4 * options.repeats, warmup=5)
     results: dict[str, Any] = {f"{name}_s": taken for name, taken in seconds.items()}
     results |= {"zero_over_plain": seconds["zero"] / seconds["plain"], "gpu": torch.cuda.get_device_name()}
-    ended = {}
-    for name, strategy in (("plain", ""), ("offload", "zero(stage=2, optimizer_on=cpu)")):
-        try:
-            step, model = make_gpu_step(strategy)
-        except ValueError as error:
-            print(f"{strategy} refuses Muon: {error}")
-            return {**results, "offload_refused": str(error)}
-        first = [p.detach().float().cpu().clone() for p in model.parameters()]
-        for _ in range(3):
-            step()
-        ended[name] = [p.detach().float().cpu() - x for p, x in zip(model.parameters(), first, strict=True)]
-    pairs = list(zip(ended["plain"], ended["offload"], strict=True))
-    results["offload_difference"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-    return results
+    return results | compare_offloaded("cuda")
 
 
 def main(options: Any) -> None:
     """Called by zero.py."""
-    finish(run_on_gpu(options) if options.gpu else run_on_cpu(options))
+    if options.offload:
+        finish(compare_offloaded("cpu"))
+    else:
+        finish(run_on_gpu(options) if options.gpu else run_on_cpu(options))

@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--peer", help="with muon: a checkout of karpathy/nanochat (or NANOCHAT in the environment)")
     parser.add_argument("--layers", type=int, default=8, help="with muon: 8 make 25 M parameters")
     parser.add_argument("--gpu", action="store_true", help="with muon: one worker on a GPU, a GPT of 124 M parameters")
+    parser.add_argument("--offload", action="store_true", help="with muon: only whether its offload is exact")
     options = parser.parse_args()
     if options.optimizer == "muon":
         import muon_steps

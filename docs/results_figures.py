@@ -393,6 +393,23 @@ SECTIONS = (
             target(r"muon_step_scaling_(\d)", "the optimizer's part of a step times {0}, over one worker's, {0} ranks",
                    "x", 1.15, why="by less than runs differ"),
             target(r"zero_over_plain", "Muon under zero over plain Muon", "x", 1.02),
+            target(r"offload_wrong_elements", "elements stepped on the host, other than plain Muon's there", "", 0),
+        ),
+    ),
+    Section(
+        "Hybrid sharding",
+        "`benchmarks/sharding.py`: `zero(stage=3, within=host)` against FSDP2's HSDP over gloo, a transformer of 25 M "
+        "parameters, 4 emulated hosts of 2 workers, links of 1 Gbit/s; and gathers in 8 bits. Eight workers share the "
+        "machine's cores, so that a step is mostly computing there.",
+        ("sharding",),
+        (
+            faster(r"hsdp_over_ours", "the step of HSDP over ours", 2.0,
+                   why="eight workers compute on two cores, and computing is the same on both sides"),
+            faster(r"hsdp_over_ours_powersgd", "the same with across=powersgd(rank=4)", 5.0,
+                   why="eight workers compute on two cores, and computing is the same on both sides"),
+            target(r"across_over_formula", "bytes between hosts over the formula's", "x", 1.0),
+            target(r"gather_int8_bytes", "bytes of gathers in 8 bits over those in fp32", "x", 0.27),
+            target(r"loss_int8_over_exact", "loss on held-out text with gathers in 8 bits, over exact ones", "x", 1.01),
         ),
     ),
     Section(

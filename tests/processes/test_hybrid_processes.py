@@ -265,6 +265,57 @@ def test_a_norm_of_a_part_is_refused_and_an_overflow_is_everyones() -> None:
         assert said[1:] == ["True", "2.0", "True", "4"]
 
 
+def make_muon(model: nn.Module) -> list[Any]:
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "blocks" in name]
+    rest = [p for p in model.parameters() if not any(p is one for one in matrices)]
+    return [torch.optim.Muon(matrices, lr=small.RATE), torch.optim.AdamW(rest, lr=small.RATE)]
+
+
+def train_muon(folder: str, specs: list[str]) -> str:
+    """Muon for the blocks' matrices on a mesh whose ranks have these whole; and on one whose ranks do not."""
+    torch.set_num_threads(1)
+    for spec in specs:
+        mesh = un.mesh(data=2, pipeline=2)
+        x, _ = small.batch(0, mesh.place[0])
+        pipe = mesh.pipe(small.make(), x[:2], small.loss, microbatches=2)
+        optimizers = make_muon(pipe.module)
+        replica = un.parallel(pipe.module, optimizers, spec, world=mesh.data)
+        for step in range(small.STEPS):
+            pipe.module.zero_grad()
+            pipe.step(*small.batch(step, mesh.place[0]))
+            mesh.clip_grad_norm_(pipe.module.parameters(), small.CLIP)
+            for optimizer in optimizers:
+                optimizer.step()
+        un.save(f"{folder}/{spec}", replica)
+        replica.close()
+    mesh, model = un.mesh(data=2, tensor=2), small.make()
+    mesh.parallelize(model)
+    try:
+        un.parallel(model, make_muon(model), world=mesh.data)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_whole_matrices_are_stepped_as_in_one_process_or_refused_by_name(tmp_path: Path) -> None:
+    specs = ["allreduce", "zero(stage=2)"]
+    for said in un.launch(train_muon, 4, args=(str(tmp_path), specs), timeout_s=300):
+        assert said.startswith("Muon has to step 'blocks.0.attention.q.weight' and 11 more whole, and the tensor axis")
+    alone = small.make()
+    optimizers = make_muon(alone)
+    for step in range(small.STEPS):
+        alone.zero_grad()
+        x, y = small.batch(step)
+        small.loss(alone(x), y).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), small.CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+    for spec in specs:
+        state = un.read_checkpoint(tmp_path / spec)
+        for key, value in alone.state_dict().items():
+            torch.testing.assert_close(state["model"][key], value, rtol=0, atol=1e-9)
+
+
 def pipe_without_parameters(layers: list[str], schedule: str) -> str:
     torch.set_num_threads(1)
     mesh = un.mesh(pipeline=2)

@@ -108,11 +108,37 @@ def with_schedules(model: nn.Module, optimizers: Optimizers, backward: Backward)
             schedule.step()
 
 
-PROGRAMS: list[Program] = [in_turn, one_less_often, clipped_by_themselves, with_closures, with_schedules]
+def made_zero(model: nn.Module, optimizers: Optimizers, backward: Backward) -> None:
+    """An optimizer steps with a gradient of zeros that no pass adds to: its momentum goes on."""
+    for t in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        model[0].requires_grad_(t % 2 == 0)
+        backward(t)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def replaced(model: nn.Module, optimizers: Optimizers, backward: Backward) -> None:
+    for t in range(4):
+        model.zero_grad()
+        backward(t)
+        for p in model.parameters():
+            p.grad = p.grad * 0.5 + 0.01
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+PROGRAMS: list[Program] = [
+    *(in_turn, one_less_often, clipped_by_themselves, with_closures, with_schedules, made_zero, replaced),
+]
 
 
 def can(spec: str, program: Program, size: int) -> bool:
-    """Off the device a step needs a window of its own: gradients that have left cannot be added to."""
+    """Off the device a step needs a window of its own: gradients that have left cannot be added to. Those that are
+    split cannot be replaced."""
+    if program is replaced and "zero" in spec:
+        return False
     return spec not in AWAY or program not in (one_less_often, with_closures)
 
 

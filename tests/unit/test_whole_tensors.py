@@ -4,6 +4,7 @@ PyTorch in one process, in fp64."""
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ SPECS = [
     "zero(stage=2, spare=True)",
     "zero(stage=2, optimizer_on=cpu)",
     "zero(stage=3, optimizer_on=cpu, params_on=cpu)",
+    "zero(stage=3, within=1)",
 ]  # fmt: skip
 LOCAL = ["local_sgd(every=1)", "diloco(every=1, outer_lr=1.0, outer_momentum=0.0)"]
 
@@ -96,9 +98,18 @@ def test_methods_that_exchange_models_run_the_optimizer_itself(spec: str, maker:
         torch.testing.assert_close(found, values(alone), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("maker", ["muon", "soap", "adafactor"])
-@pytest.mark.parametrize("before", ["allreduce", "shared", "zero(stage=3)"])
-def test_a_checkpoint_moves_between_all_layouts_bit_by_bit(before: str, maker: str, tmp_path: Path) -> None:
+HYBRID = ["zero(stage=1, within=2)", "zero(stage=2, within=2)", "zero(stage=3, within=2)"]
+
+
+@pytest.mark.parametrize(
+    ("before", "size", "maker"),
+    [
+        *itertools.product(["allreduce", "shared", "zero(stage=3)"], [3], ["muon", "soap", "adafactor"]),
+        ("zero(stage=2, optimizer_on=cpu)", 2, "muon"),
+        ("zero(stage=3, within=2)", 4, "muon"),
+    ],
+)
+def test_a_checkpoint_moves_between_all_layouts_bit_by_bit(before: str, size: int, maker: str, tmp_path: Path) -> None:
     def save(world: World) -> None:
         model = make_model()
         optimizers = MAKERS[maker](model)
@@ -115,7 +126,7 @@ def test_a_checkpoint_moves_between_all_layouts_bit_by_bit(before: str, maker: s
         train(model, optimizers, [0], range(1))
         return values(model), states
 
-    run_threads(save, 3)
+    run_threads(save, size)
     plain = un.read_checkpoint(tmp_path)
     saved = plain["optimizers"] if "optimizers" in plain else [plain["optimizer"]]
     model = make_model()
@@ -174,6 +185,30 @@ def test_a_lost_owner_is_replaced_by_the_spare_or_named(stage: int) -> None:
     for said in run_threads(lambda world: worker(world, f"zero(stage={stage})"), 3)[:2]:
         assert isinstance(said, str)
         assert "un.load the last checkpoint" in said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_off_the_device_muon_is_bit_by_bit_that_of_the_host(stage: int) -> None:
+    """Plain Muon, given the gradients of the run."""
+
+    def worker(world: World) -> None:
+        model = make_model().float()
+        hidden, rest = muon(model)
+        un.parallel(model, [hidden, rest], f"zero(stage={stage}, optimizer_on=cpu)", world=world)
+        matrices = hidden.param_groups[0]["params"]
+        twins = [nn.Parameter(p.detach().clone()) for p in matrices]
+        plain = torch.optim.Muon(twins, lr=0.05)
+        for t in range(4):
+            model.zero_grad()
+            model(batch(t, world.rank).float()).square().mean().backward()
+            for twin, p in zip(twins, matrices, strict=True):
+                twin.grad = p.grad.full()
+            for optimizer in (hidden, rest, plain):
+                optimizer.step()
+        for twin, p in zip(twins, matrices, strict=True):
+            assert torch.equal(p.detach(), twin)
+
+    run_threads(worker, 2)
 
 
 def test_only_the_owner_ever_has_the_update_and_its_state() -> None:
@@ -324,11 +359,8 @@ def test_a_switch_takes_the_state_of_whole_tensors_along(before: str, after: str
         torch.testing.assert_close(found, values(alone), rtol=1e-8, atol=1e-10)
 
 
-HYBRID = ["zero(stage=1, within=2)", "zero(stage=2, within=2)", "zero(stage=3, within=2)"]
-
-
 @pytest.mark.parametrize("maker", ["muon", "soap", "lamb", "adafactor"])
-@pytest.mark.parametrize("spec", HYBRID)
+@pytest.mark.parametrize("spec", [*HYBRID, "zero(stage=3, within=2, optimizer_on=cpu)"])
 def test_two_groups_of_two_have_the_numbers_of_one_process(spec: str, maker: str) -> None:
     def worker(world: World) -> list[Tensor]:
         model = make_model()

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.methods.hybrid.local_tensors import Copies, clip_gradients, localise, mark_gradients
+from unisono.methods.hybrid.local_tensors import (
+    Copies,
+    clip_gradients,
+    localise,
+    mark_gradients,
+    refuse_whole_tensors,
+)
 from unisono.methods.hybrid.pipeline import AHEAD, Pipeline
 from unisono.methods.hybrid.plans import tensor_plan
 from unisono.methods.hybrid.saving import MeshState
@@ -214,6 +220,7 @@ class Mesh:
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Let model and optimizer hold this rank's parts of split parameters, and note which names it steps."""
+        refuse_whole_tensors(model, optimizer)
         localise(model, optimizer)
         names = {param: name for name, param in model.named_parameters()}
         self._names[model] = [[names[p] for p in group["params"]] for group in optimizer.param_groups]

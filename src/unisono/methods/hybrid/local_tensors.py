@@ -23,13 +23,24 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.methods.exchange.windows import watch_steps
+from unisono.methods.joined_optimizers import members_of
+from unisono.methods.offload.kinds import find_kind
 from unisono.methods.strategy import Replica
 from unisono.world import World
 
 if TYPE_CHECKING:
     from unisono.methods.hybrid.axes import Mesh
 
-__all__ = ["Copies", "MeshGradient", "Split", "clip_gradients", "find_split", "localise", "mark_gradients"]
+__all__ = [
+    "Copies",
+    "MeshGradient",
+    "Split",
+    "clip_gradients",
+    "find_split",
+    "localise",
+    "mark_gradients",
+    "refuse_whole_tensors",
+]
 
 _ATTRIBUTE = "unisono_split"
 _NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch._foreach_norm}
@@ -71,6 +82,27 @@ def find_split(param: Tensor) -> Split | None:
     """How a parameter is split; None where every rank has all of it."""
     found: Split | None = getattr(param, _ATTRIBUTE, None)
     return None if found is None or found.is_whole else found
+
+
+def refuse_whole_tensors(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose step of a tensor needs all of it (Muon), of which each rank would step a part."""
+    split = {p: name for name, p in model.named_parameters() if _is_split(p)}
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            held = [split[p] for p in group["params"] if p in split]
+            if held and find_kind(member, group) == "tensors":
+                more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+                raise ValueError(
+                    f"{type(member).__name__} has to step {held[0]!r}{more} whole, and the tensor axis splits that "
+                    "over the ranks: give what is split to an optimizer that steps each element by itself (AdamW, SGD, "
+                    "...), or use the data and pipeline axes alone"
+                )
+
+
+def _is_split(param: Tensor) -> bool:
+    if isinstance(param, DTensor):
+        return any(isinstance(one, Shard) for one in param.placements)
+    return find_split(param) is not None
 
 
 def localise(model: nn.Module, optimizer: Optimizer | None = None) -> None:

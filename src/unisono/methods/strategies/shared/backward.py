@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from unisono.methods.exchange.noise_scale import NoiseScale
@@ -58,7 +59,7 @@ class Backward(BackwardWatcher):
         self._is_read = False  # others may be reading my line, until the step has ended
         self.noise = NoiseScale(world) if crossing is None or crossing.reduction.reducer.exact else None
         self._was_touched = False  # the program looked at gradients of this window
-        self._hidden: list[Place] = []
+        self._hidden: list[tuple[Parameter, Tensor]] = []
         self.takes_means = crossing is not None
         self.parts: list[list[Piece]] = []  # of each line, what this rank reduces and steps
         self.watch((*named, *sparse))
@@ -200,14 +201,14 @@ class Backward(BackwardWatcher):
 
     def hide(self) -> None:
         """Leave nothing to step to the optimizer's own code, but what is each rank's own."""
-        self._hidden = [place for place in self.places if place.param.grad is not None]
-        for place in self._hidden:
-            place.param.grad = None
+        self._hidden = [(place.param, place.param.grad) for place in self.places if place.param.grad is not None]
+        for param, _ in self._hidden:
+            param.grad = None
 
     def show(self) -> None:
-        """Give back what was hidden."""
-        for place in self._hidden:
-            place.param.grad = place.shown
+        """Give back what was hidden: of another of several optimizers, perhaps one that the program has put there."""
+        for param, grad in self._hidden:
+            param.grad = grad
         self._hidden = []
 
     @contextmanager

@@ -217,6 +217,13 @@ class ShardedGradients:
             )
         return local, fresh
 
+    def is_zeroed(self, number: int) -> bool:
+        """Whether the program has made a gradient zero and kept it (`zero_grad(set_to_none=False)`): as in one process
+        the optimizer steps with it, whether or not a pass adds to it."""
+        unit, slot = self.places[number]
+        shown = self._shown[number]
+        return unit.params[slot].grad is shown and shown.cleared and not self._is_cleared(unit, slot)
+
     def holds_any_of(self, task: int, numbers: Container[int]) -> bool:
         """Whether something that a backward pass has added waits to be reduced; `numbers`: where it added first."""
         for number, (unit, slot) in enumerate(self.places):

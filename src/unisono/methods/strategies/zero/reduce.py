@@ -199,6 +199,7 @@ class Backward(BackwardWatcher):
         every, every_fresh = [], []
         gradients = self.gradients
         for number in range(gradients.first[unit], gradients.first[unit] + len(unit.params)):
+            gradients.used[number] |= gradients.is_zeroed(number)
             local, fresh = gradients.take_local(number)
             every.append(None if local is None else local.detach())
             every_fresh.append(fresh)

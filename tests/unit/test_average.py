@@ -536,6 +536,7 @@ LAYOUTS = [
     ("shared", 2),
     ("zero(stage=1)", 2),
     ("zero(stage=3)", 3),
+    ("zero(stage=3, within=2)", 4),
     ("zero(stage=2, optimizer_on=cpu)", 2),
     ("local_sgd(every=1, start=0)", 2),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,10 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("spec", STRATEGIES)
+HYBRID = [("zero(stage=2, within=2)", 4), ("zero(stage=3, within=2)", 4)]
+
+
+@pytest.mark.parametrize(("spec", "size"), [*itertools.product(STRATEGIES, [1, 2, 3]), *HYBRID])
 def test_it_is_that_of_one_process_after_200_steps(spec: str, size: int) -> None:
     passes = 2 if "accumulate" in spec else 1
     steps = 200 // passes
@@ -460,6 +463,24 @@ def test_a_checkpoint_without_one_and_a_run_without_one_are_told(tmp_path: Path)
         export_model(tmp_path / "without", tmp_path / "m.safetensors", average=True)
 
 
+@pytest.mark.parametrize(
+    "spec", ["allreduce", "shared", "zero(stage=3)", "zero(optimizer_on=cpu)", "local_sgd(every=2)"]
+)
+def test_before_the_first_step_that_counts_a_checkpoint_has_the_weights_for_an_average(
+    spec: str, tmp_path: Path
+) -> None:
+    def run(world: World) -> None:
+        model, optimizer = make()
+        replica = un.parallel(model, optimizer, spec, world=world)
+        un.average(replica, decay=DECAY, start=1000)
+        train(model, optimizer, range(4), world)
+        un.save(tmp_path, replica)
+
+    run_threads(run, 2)
+    saved = un.read_checkpoint(tmp_path)
+    assert_same(saved["average"], saved["model"])
+
+
 def test_it_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(world: World) -> dict[str, Tensor]:
         model, optimizer = make()
@@ -515,6 +536,7 @@ LAYOUTS = [
     ("shared", 2),
     ("zero(stage=1)", 2),
     ("zero(stage=3)", 3),
+    ("zero(stage=3, within=2)", 4),
     ("zero(stage=2, optimizer_on=cpu)", 2),
     ("local_sgd(every=1, start=0)", 2),
 ]

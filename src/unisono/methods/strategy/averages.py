@@ -119,6 +119,10 @@ class AveragedValues:
                 spans.setdefault(part.name, []).extend(piece.spans)
         return found | {name: Piece(*kinds[name], held) for name, held in spans.items()}
 
+    def collect_values(self) -> dict[str, Any]:
+        """The values themselves, as `collect` gives averages: what the average is before the first step that counts."""
+        return self.collect({source.key: source.follow() for source in self.listed})
+
     def fill(self, held: Mapping[Any, Tensor], values: Mapping[str, Any]) -> None:
         """Set the averages of the sources from those of whole parameters: tensors, or a `Stored` of each. A parameter
         that has none was frozen there: its average is its value."""
@@ -396,7 +400,7 @@ class Average:
             )
         self.settle()
         if self.is_kept:
-            values = self._name_all(self._values.collect(self.held))
+            values = self._name_all(self._values.collect(self.held) if self.updates else self._values.collect_values())
         else:
             values = self._evaluate_locally()
         return {**self.settings._asdict(), "steps": self.steps, "updates": self.updates, "values": values}

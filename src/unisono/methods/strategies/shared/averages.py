@@ -59,9 +59,16 @@ class LineValues(AveragedValues):
         self._writes.take_loaded("what average.applied() wrote")
 
     def collect(self, held: Mapping[Any, Tensor]) -> dict[str, Any]:
+        return self._collect(held, self._rooms)
+
+    def collect_values(self) -> dict[str, Any]:
+        held = {source.key: source.follow() for source in self.listed if source.parts is None}
+        return self._collect(held, {line: line.values for line in self._rooms})
+
+    def _collect(self, held: Mapping[Any, Tensor], rooms: Mapping[Line, Tensor]) -> dict[str, Any]:
         known = {param: name for name, param in unwrap(self.replica.model).named_parameters()}
         found = {source.key: held[source.key] for source in self.listed if source.parts is None}
-        for line, room in self._rooms.items():
+        for line, room in rooms.items():
             found |= {known[p]: x for p, x in zip(line.params, line.view(room), strict=True)}
         return found
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from unisono.methods.buckets import find_wide_dtype
 from unisono.methods.strategies.zero.checkpoint import Holder, find_given, join_lines
+from unisono.methods.strategies.zero.groups import Groups
 from unisono.methods.strategies.zero.offloads import Offloads
 from unisono.methods.strategies.zero.optimizer_shards import OptimizerShards
 from unisono.methods.strategies.zero.spare import Spare
@@ -35,8 +36,10 @@ class ShardValues(AveragedValues):
         offload: Offloads | None,
         spare: Spare | None,
         shards: OptimizerShards,
+        groups: Groups,
     ) -> None:
         super().__init__(replica)
+        self._groups = groups
         self._units, self._model_values, self._offload, self._spare = list(units), values, offload, spare
         self._shards = shards
         self.is_late, self.steps_here = offload is not None, offload is None
@@ -50,6 +53,11 @@ class ShardValues(AveragedValues):
         offload = None if unit.steps_here else self._offload
         read, write = partial(_read, one, offload), partial(_write, one, offload)
         return Source(one, read, read, write, parts, is_copy=one is not unit)
+
+    def collect(self, held: Mapping[Any, Tensor]) -> dict[str, Any]:
+        """Of what other groups of ranks have too, the part that mine gives to a checkpoint."""
+        found: dict[str, Any] = self._groups.share_out(super().collect(held))
+        return found
 
     @contextmanager
     def optimizing(self) -> Iterator[None]:

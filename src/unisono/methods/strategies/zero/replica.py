@@ -451,7 +451,7 @@ class ZeroReplica(Replica):
                 "there is no average of the weights under delayed_update, whose steps are not done when the next one "
                 "begins: leave delayed_update out"
             )
-        return ShardValues(self, self._trainable, self._values, self._offload, self._spare, self._shards)
+        return ShardValues(self, self._trainable, self._values, self._offload, self._spare, self._shards, self._groups)
 
     # Another world, and the end --------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ def _try(rule: OwnRule, group: Settings) -> Kind:
             parts = [_run(rule, group, [line[cut]], [[g[cut]] for g in lines])[0] for cut in _CUTS]
             if torch.allclose(first.flatten(), torch.cat(parts), rtol=1e-9, atol=1e-12):
                 return "elements"
-        except Exception:
+        except Exception:  # it steps matrices and no lines: what is left is whether it steps whole tensors
             pass
     moved = [(first - starts[0]).norm(), (second - starts[1]).norm()]
     apart = [(first - alone[0]).norm(), (second - alone[1]).norm()]

@@ -6,7 +6,8 @@
 Keys: hivemind_average_s, ours_average_s and hivemind_over_ours_average: median seconds until 2 workers have the mean of
 25 M float32 numbers (100 MB), in the same processes, in turn; ours by messages over loopback, as between hosts.
 hivemind_matchmaking_s is how long it is told to look for peers, and is taken off its time.
-hivemind_after_loss_s: seconds from the kill of one of three peers in mid-round until the others have a mean again.
+hivemind_after_loss_s: median seconds from the kill of one of three peers in mid-round until the others have a mean
+again; hivemind_no_mean_again: after how many of the kills they had none within four minutes of their start.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def read_means(log: Path) -> list[tuple[float, int]]:
     return [(float(words[0]), int(words[1])) for words in lines if len(words) == 2]
 
 
-def kill_one(folder: Path) -> float:
-    """Kill one of three peers in mid-round, and wait until both others have a mean again."""
+def kill_one(folder: Path) -> float | None:
+    """Kill one of three peers in mid-round; how long both others then need for a mean. None: they had none."""
     import hivemind
 
     dht = hivemind.DHT(start=True, **_ALONE)
@@ -121,7 +122,7 @@ def kill_one(folder: Path) -> float:
             if all(after):
                 return max(map(min, after)) - killed
             time.sleep(0.05)
-        raise TimeoutError("the others had no mean again")
+        return None
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -149,14 +150,16 @@ def main() -> None:
     by_rank = un.launch(partial(compare, asked.repeats), workers=2, threads=1, output="rank0")
     seconds = {side: max(found[side] for found in by_rank) for side in by_rank[0]}
     seconds["hivemind"] -= MATCHMAKING_S
-    after = []
+    print(f"an average: {seconds}", flush=True)
+    tries = []
     for _ in range(asked.kills):
         with tempfile.TemporaryDirectory() as folder:
-            after.append(kill_one(Path(folder)))
+            tries.append(kill_one(Path(folder)))
+    after = [found for found in tries if found is not None]
     finish(
         {f"{side}_average_s": found for side, found in seconds.items()}
         | {"hivemind_over_ours_average": seconds["hivemind"] / seconds["ours"]}
-        | {"hivemind_matchmaking_s": MATCHMAKING_S, "kills": asked.kills}
+        | {"hivemind_matchmaking_s": MATCHMAKING_S, "kills": asked.kills, "hivemind_no_mean_again": tries.count(None)}
         | ({"hivemind_after_loss_s": statistics.median(after)} if after else {})
         | {"hivemind": version("hivemind")}
     )

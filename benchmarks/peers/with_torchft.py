@@ -4,11 +4,14 @@
     python benchmarks/peers/with_torchft.py
 
 Keys: torchft_step_s, ddp_step_s, ours_step_s, shared_step_s and torchft_over_ours_step (25 M-parameter MLP with fused
-AdamW, 2 workers, all sides in the same processes, in turn); torchft_recovery_s, ours_recovery_s and
-torchft_recovery_over_ours (a worker of three is killed: median seconds to the next step that counts, over `kills` kills
-of each side, in turn), and the worst of each; torchft_samples_lost (drawn by survivors in steps that did not count) and
-ours_samples_lost (of the pass, in no step that counted). Our launcher starts a replacement; with torchft nobody does.
-torchft_survivors_died: survivors that ended with an error of torchft's hook, and were started again as by torchrun.
+AdamW, 2 workers, all sides in the same processes, in turn). One of three workers after the other is killed, and
+replaced: SIDE_recovery_s (median seconds from a kill to the next step that counts on both others),
+SIDE_worst_recovery_s, SIDE_join_pause_s (median of the longest time between two steps of a survivor while the
+replacement joins) and SIDE_samples_lost, for `ours`, for `torchft` (a lighthouse with the settings of its README) and
+for `torchft_quick` (with join_timeout_ms=200), and torchft_recovery_over_ours, torchft_quick_recovery_over_ours.
+Samples lost: with torchft those that survivors drew in steps which did not count; with ours those of all passes that
+were in no step, as a parameter counts them.
+torchft_survivors_died: survivors that ended with an error, and were started again as by torchrun.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +40,10 @@ from measure import finish, interleaved
 from step import adamw, bare, ddp, mlp, ours, shared, trainer
 
 WORKERS = 3  # of which one is killed
-died: list[int] = []  # survivors under torchft that ended with an error
+LIGHTHOUSES = {  # how long a quorum waits for a replica that was there before: its README's, and a short one
+    "torchft": {"join_timeout_ms": 10_000, "quorum_tick_ms": 100},
+    "torchft_quick": {"join_timeout_ms": 200, "quorum_tick_ms": 50},
+}
 
 
 def make_manager(replica: str, lighthouse: str, **state: Any) -> Any:
@@ -99,6 +108,20 @@ def compare_steps(lighthouse: str, repeats: int) -> dict[str, float]:
     return seconds
 
 
+def step_times(repeats: int) -> dict[str, float]:
+    """All sides on 2 workers."""
+    from torchft.coordination import LighthouseServer
+
+    import unisono as un
+
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000, quorum_tick_ms=50)
+    by_rank = un.launch(partial(compare_steps, server.address(), repeats), workers=2, threads=1, output="rank0")
+    server.shutdown()
+    seconds = {side: max(found[side] for found in by_rank) for side in by_rank[0]}
+    ratios = {"torchft_over_ours_step": seconds["torchft"] / seconds["ours"]}
+    return {f"{side}_step_s": found for side, found in seconds.items()} | ratios
+
+
 def small_model() -> tuple[Any, Any, Any]:
     import torch
 
@@ -128,8 +151,8 @@ def train_with_torchft(rank: int, lighthouse: str, log: Path, until: Path) -> No
     os._exit(0)
 
 
-def train_with_ours(folder: str, steps: int) -> tuple[int, int]:
-    """In each worker: when each step was made, and in which world. Gives how many samples were to be seen in all."""
+def train_with_ours(folder: str, passes: int) -> float:
+    """In each worker: when each step was made, and by how many. How many samples of the passes were in no step."""
     import torch
 
     import unisono as un
@@ -137,47 +160,84 @@ def train_with_ours(folder: str, steps: int) -> tuple[int, int]:
     torch.set_num_threads(1)
     world = un.join(device="cpu")
     model, x, y = small_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    un.parallel(model, optimizer, "allreduce")
-    data = (torch.arange(24 * steps), x.repeat(3 * steps, 1), y.repeat(3 * steps, 1))
+    model.register_parameter("uses", torch.nn.Parameter(torch.zeros(240)))  # each sample adds 1 by its gradient
+    weights = [p for name, p in model.named_parameters() if name != "uses"]
+    optimizer = torch.optim.SGD([{"params": weights, "lr": 0.01}, {"params": [model.uses], "lr": 24.0}])
+    replica = un.parallel(model, optimizer, "allreduce")
+    data = (torch.arange(240), x.repeat(30, 1), y.repeat(30, 1))
     with (Path(folder) / f"{os.getpid()}.log").open("w", buffering=1) as out:
-        for index, inputs, target in un.shard(data, 24):
+        for index, inputs, target in un.shard(data, 24).steps(10 * passes):
+            before = replica.step
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(inputs), target).backward()
+            (torch.nn.functional.mse_loss(model(inputs), target) - model.uses[index].mean()).backward()
             optimizer.step()
-            worlds = sum(event.kind == "world" for event in world.ledger.events)
-            out.write(f"{time.monotonic()} {WORKERS + worlds} {','.join(map(str, index.tolist()))}\n")
-            time.sleep(0.01)
-    return world.size, len(data[0])
+            counted = len(index) if replica.step > before else 0
+            out.write(f"{time.monotonic()} {world.size} {counted}\n")
+            if not (Path(folder) / "end").exists():
+                time.sleep(0.01)
+    return float((passes - model.uses.detach().round()).clamp(min=0).sum())
 
 
 def read_steps(file: Path) -> list[tuple[float, int]]:
-    """When each step was made, and in which world: the number of replicas, or which world it was."""
-    lines = [line.split() for line in file.read_text().splitlines()]
+    """When each step that counted was made, and by how many workers."""
+    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
     counted = [words for words in lines if len(words) >= 3 and words[2] != "0"]
     return [(float(words[0]), int(words[1])) for words in counted]
 
 
-def wait_for_steps(files: list[Path], count: int, timeout_s: float = 120) -> None:
-    """Until every file has so many steps of the first world of all workers."""
+def wait_for(found: Callable[[], Any], what: str, meanwhile: Callable[[], None], timeout_s: float = 120) -> Any:
+    """What `found` gives, as soon as it gives something."""
     end = time.monotonic() + timeout_s
-    while not all(f.exists() and sum(world == WORKERS for _, world in read_steps(f)) >= count for f in files):
+    while not (value := found()):
         if time.monotonic() > end:
-            raise TimeoutError(f"not {count} steps by {WORKERS} workers within {timeout_s} s")
-        time.sleep(0.05)
-
-
-def wait_for_recovery(
-    files: list[Path], killed: float, meanwhile: Callable[[], None] = lambda: None, timeout_s: float = 120
-) -> float:
-    """Seconds to the first step of every survivor in a world that the killed worker was not in."""
-    while time.monotonic() < killed + timeout_s:
-        after = [[at for at, world in read_steps(f) if at > killed and world != WORKERS] for f in files]
-        if all(after):
-            return max(map(min, after)) - killed
+            raise TimeoutError(f"{what}: not within {timeout_s} s")
         meanwhile()
         time.sleep(0.05)
-    raise TimeoutError(f"no step within {timeout_s} s after a worker was killed")
+    return value
+
+
+@dataclass
+class Losses:
+    """What the kills of one side cost."""
+
+    recovery_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)  # the longest between two steps of a survivor as one joins
+    samples_lost: int = 0
+    died: int = 0  # survivors that ended with an error
+
+
+def kill_again(
+    kills: int, live: Callable[[], dict[Path, int]], replace: Callable[[], None], meanwhile: Callable[[], None]
+) -> Losses:
+    """Kill one of three after the other: `live` gives processes by log, `replace` starts the lost one anew."""
+    losses, since = Losses(), 0.0
+
+    def by_all() -> dict[Path, int]:
+        """The workers, once each has made 20 steps with all others."""
+        workers = live()
+        whole = [sum(at > since and size == WORKERS for at, size in read_steps(log)) >= 20 for log in workers]
+        return workers if len(workers) == WORKERS and all(whole) else {}
+
+    def first_steps() -> list[float]:
+        """Of the survivors, without the killed one."""
+        steps = [[at for at, size in read_steps(log) if at > killed and size != WORKERS] for log in survivors]
+        return [found[0] for found in steps if found] if all(steps) else []
+
+    workers = wait_for(by_all, "20 steps by all workers", meanwhile)
+    for number in range(kills):
+        lost = sorted(workers)[number % WORKERS]
+        survivors = [log for log in workers if log != lost]
+        os.kill(workers[lost], signal.SIGKILL)
+        killed = time.monotonic()
+        recovered = max(wait_for(first_steps, "a step after a kill", meanwhile))
+        losses.recovery_s.append(recovered - killed)
+        replace()
+        since = recovered
+        workers = wait_for(by_all, "a replacement's steps", meanwhile)
+        for log in survivors:
+            after = [at for at, _ in read_steps(log) if at >= recovered]
+            losses.pause_s.append(max(b - a for a, b in pairwise(after)))
+    return losses
 
 
 def start_replica(rank: int, lighthouse: str, folder: Path) -> subprocess.Popen[bytes]:
@@ -187,29 +247,32 @@ def start_replica(rank: int, lighthouse: str, folder: Path) -> subprocess.Popen[
     return subprocess.Popen(command, stderr=(folder / f"{log.name}.err").open("a"))
 
 
-def kill_torchft(folder: Path) -> tuple[float, int]:
-    """Seconds from the kill of one replica to the next step of both others, and the samples that these drew in steps
-    which did not count. A survivor that ends with an error is started again, as torchrun does it."""
+def kill_torchft(folder: Path, kills: int, settings: dict[str, int]) -> Losses:
+    """Of three replicas; samples lost are those that survivors drew in steps which did not count. Whoever has ended is
+    started again, as torchrun does it."""
     from torchft.coordination import LighthouseServer
 
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=200, quorum_tick_ms=50)
-    logs = [folder / f"replica{rank}" for rank in range(WORKERS)]
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **settings)
     workers = [start_replica(rank, lighthouse.address(), folder) for rank in range(WORKERS)]
+    died: list[int] = []
 
-    def start_again() -> None:
-        for rank in (0, 2):
-            if workers[rank].poll() is not None:
+    def live() -> dict[Path, int]:
+        return {folder / f"replica{rank}": worker.pid for rank, worker in enumerate(workers)}
+
+    def start_again(*, killed: bool) -> None:
+        """The one that was killed, or whoever has ended by itself."""
+        for rank, worker in enumerate(workers):
+            if worker.poll() is not None and (worker.returncode == -signal.SIGKILL) == killed:
                 workers[rank] = start_replica(rank, lighthouse.address(), folder)
-                died.append(rank)
+                if not killed:
+                    died.append(rank)
 
     try:
-        wait_for_steps(logs, 20)
-        workers[1].send_signal(signal.SIGKILL)
-        killed = time.monotonic()
-        seconds = wait_for_recovery([logs[0], logs[2]], killed, start_again)
-        lines = [line.split() for log in (logs[0], logs[2]) for line in log.read_text().splitlines()]
-        vain = [line for line in lines if len(line) == 4 and float(line[0]) > killed and line[2] == "0"]
-        return seconds, sum(int(line[3]) for line in vain)
+        losses = kill_again(kills, live, partial(start_again, killed=True), partial(start_again, killed=False))
+        lines = [line.split() for log in live() for line in log.read_text().splitlines()]
+        losses.samples_lost = sum(int(line[3]) for line in lines if len(line) == 4 and line[2] == "0")
+        losses.died = len(died)
+        return losses
     finally:
         (folder / "end").touch()
         for worker in workers:
@@ -218,34 +281,65 @@ def kill_torchft(folder: Path) -> tuple[float, int]:
         lighthouse.shutdown()
 
 
-def kill_ours(folder: Path) -> tuple[float, int]:
-    """The same under our launcher, which may go on with two; and the samples of the pass that no step counted."""
-    import threading
-
+def kill_ours(folder: Path, kills: int) -> Losses:
+    """The same under our launcher, which may go on with two; samples lost are those of all passes in no step."""
     import unisono as un
 
-    found: list[float] = []
+    found: list[Losses] = []
+
+    def live() -> dict[Path, int]:
+        pids = {log: int(log.stem) for log in folder.glob("*.log")}
+        return {log: pid for log, pid in pids.items() if Path(f"/proc/{pid}/stat").exists()}
 
     def watch() -> None:
-        while len(logs := sorted(folder.glob("*.log"))) < WORKERS:
-            time.sleep(0.05)
-        wait_for_steps(logs, 20)
-        os.kill(int(logs[1].stem), signal.SIGKILL)
-        found.append(wait_for_recovery([logs[0], logs[2]], time.monotonic()))
+        try:
+            found.append(kill_again(kills, live, lambda: None, lambda: None))
+        finally:
+            (folder / "end").touch()
 
-    thread = threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=watch)
     thread.start()
-    ended = un.launch(partial(train_with_ours, str(folder), 400), workers=WORKERS, least=2, threads=1, output="rank0")
+    train = partial(train_with_ours, str(folder), 60 * (kills + 1))  # steps after the last kill go without pauses
+    lost = un.launch(train, workers=WORKERS, least=2, threads=1, output="rank0")
     thread.join()
-    lines = [line.split() for log in folder.glob("*.log") for line in log.read_text().splitlines()]
-    seen = {index for line in lines if len(line) == 3 for index in line[2].split(",")}
-    return found[0], ended[0][1] - len(seen)
+    found[0].samples_lost = round(max(lost))
+    return found[0]
+
+
+def compare_kills(kills: int) -> dict[str, Any]:
+    """The sides one after the other, in pieces of five kills, in turn."""
+    sides = {side: Losses() for side in ("ours", *LIGHTHOUSES)}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(0, kills, 5):
+            for side, whole in sides.items():
+                place = Path(folder) / f"{side}{number}"
+                place.mkdir()
+                count = min(5, kills - number)
+                part = kill_ours(place, count) if side == "ours" else kill_torchft(place, count, LIGHTHOUSES[side])
+                whole.recovery_s += part.recovery_s
+                whole.pause_s += part.pause_s
+                whole.samples_lost += part.samples_lost
+                whole.died += part.died
+                seconds = " ".join(f"{s:.2f}" for s in part.recovery_s)
+                print(f"{side}: next step after {seconds} s", flush=True)
+    results: dict[str, Any] = {"kills": kills, "torchft_survivors_died": sum(side.died for side in sides.values())}
+    for side, whole in sides.items():
+        recovery_s = statistics.median(whole.recovery_s)
+        results |= {f"{side}_recovery_s": recovery_s, f"{side}_worst_recovery_s": max(whole.recovery_s)}
+        results |= {
+            f"{side}_join_pause_s": statistics.median(whole.pause_s),
+            f"{side}_samples_lost": whole.samples_lost,
+        }
+        if side != "ours":
+            results[f"{side}_recovery_over_ours"] = recovery_s / results["ours_recovery_s"]
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--kills", type=int, default=5, help="of each side (default 5)")
+    parser.add_argument("--kills", type=int, default=10, help="of each side (default 10)")
+    parser.add_argument("--only", nargs="+", choices=("step", "kills"), default=["step", "kills"])
     parser.add_argument("--replica", nargs=4, metavar=("RANK", "LIGHTHOUSE", "LOG", "UNTIL"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if importlib.util.find_spec("torchft") is None:
@@ -256,35 +350,12 @@ def main() -> None:
         train_with_torchft(int(rank), lighthouse, Path(log), Path(until))
     from importlib.metadata import version
 
-    from torchft.coordination import LighthouseServer
-
-    import unisono as un
-
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000, quorum_tick_ms=50)
-    by_rank = un.launch(partial(compare_steps, server.address(), asked.repeats), workers=2, threads=1)
-    server.shutdown()
-    seconds = {side: max(found[side] for found in by_rank) for side in by_rank[0]}
-    recovered: dict[str, list[float]] = {"torchft": [], "ours": []}
-    lost = {"torchft": 0, "ours": 0}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(asked.kills):
-            for side, kill in (("torchft", kill_torchft), ("ours", kill_ours)):
-                place = Path(folder) / f"{side}{number}"
-                place.mkdir()
-                seconds_to_step, samples = kill(place)
-                recovered[side].append(seconds_to_step)
-                lost[side] += samples
-                print(f"kill {number + 1}: {side} made its next step after {recovered[side][-1]:.2f} s", flush=True)
-    medians = {side: statistics.median(found) for side, found in recovered.items()}
-    finish(
-        {f"{side}_step_s": found for side, found in seconds.items()}
-        | {"torchft_over_ours_step": seconds["torchft"] / seconds["ours"], "kills": asked.kills}
-        | {f"{side}_recovery_s": median for side, median in medians.items()}
-        | {f"{side}_worst_recovery_s": max(found) for side, found in recovered.items()}
-        | {f"{side}_samples_lost": samples for side, samples in lost.items()}
-        | {"torchft_survivors_died": len(died)}
-        | {"torchft_recovery_over_ours": medians["torchft"] / medians["ours"], "torchft": version("torchft")}
-    )
+    results = {}
+    if "step" in asked.only:
+        results |= step_times(asked.repeats)
+    if "kills" in asked.only:
+        results |= compare_kills(asked.kills)
+    finish(results | {"torchft": version("torchft")})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -190,3 +191,6 @@ def test_without_cloudpickle_the_extra_is_named(monkeypatch):
     assert launch(ranks_of, workers=1, args=["a"]) == [("a", 0)]
     with pytest.raises(TypeError, match=r"pip install unisono\[notebook\]"):
         launch(lambda: 1, workers=1)
+    monkeypatch.setattr(ranks_of, "__module__", "__main__")
+    with pytest.raises(TypeError, match="which workers do not import"):
+        launch(functools.partial(ranks_of, "a"), workers=1)

@@ -46,6 +46,15 @@ def test_the_command_line_runs_without_torch_and_numpy() -> None:
     assert any(line.split()[:1] == ["allreduce"] for line in listed)
 
 
+@pytest.mark.parametrize("package", ["torch", "rich"])
+def test_a_command_without_what_it_needs_says_so_in_a_line(package: str) -> None:
+    program = f"import sys; sys.modules[{package!r}] = None; from unisono.cli import main; sys.exit(main(['demo']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"unisono demo: needs {package}, which is not installed here: pip install {package}")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

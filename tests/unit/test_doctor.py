@@ -40,6 +40,21 @@ def test_pythons_that_tests_run_with_are_told_from_others(version: tuple[int, ..
 
 
 @pytest.mark.parametrize(
+    ("system", "named"),
+    [
+        (("linux", "6.1.0-13-amd64", "x86_64"), ""),
+        (("linux", "6.1.0-13-arm64", "aarch64"), "aarch64"),
+        (("linux", "5.15.153.1-microsoft-standard-WSL2", "x86_64"), "WSL"),
+        (("darwin", "25.0.0", "arm64"), "darwin"),
+    ],
+)
+def test_systems_that_it_was_never_run_on_are_named(system: tuple[str, str, str], named: str) -> None:
+    found = one(host.check_system(*system))
+    assert (found.state, "never run" in found.advice) == (("warn", True) if named else ("ok", False))
+    assert named in found.text
+
+
+@pytest.mark.parametrize(
     ("version", "state"), [("2.10.1", "bad"), ("2.11.0", "ok"), ("2.13.0+cpu", "ok"), ("2.14.0a0", "warn")]
 )
 def test_versions_of_torch_are_judged(version: str, state: str) -> None:

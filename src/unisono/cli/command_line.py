@@ -51,6 +51,7 @@ _FILES = {
     "methods": "strategies conformance",
     "machine": "lab warm demo doctor",
 }
+_NEEDED = ("torch", "numpy", "rich")  # an image may have been built without them
 WIDTH = 80
 _MOST_USAGE_LINES = 4
 _MOST_COLUMN = 40  # where the second column of a table may begin
@@ -81,14 +82,21 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit status."""
     words = sys.argv[1:] if argv is None else argv
-    parser = make_parser(words[:1])
-    options = parser.read(words)
-    if options.command is None:
-        parser.print_help()
-        return 2
     try:
+        parser = make_parser(words[:1])
+        options = parser.read(words)
+        if options.command is None:
+            parser.print_help()
+            return 2
         status: int = options.run(options, options.parser)
         sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _NEEDED:
+            raise
+        advice = f"pip install {package}; `unisono doctor` says what else is missing"
+        print(f"unisono {words[0]}: needs {package}, which is not installed here: {advice}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         if not _has_lost_reader():
             raise

@@ -121,7 +121,8 @@ def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, An
     """The payload of worker/program.py: the header's length, the header as JSON, then the pickled call."""
     name = "cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle"
     try:
-        if name == "pickle" and getattr(fn, "__module__", None) == "__main__":
+        function = getattr(fn, "func", fn)  # of a partial
+        if name == "pickle" and getattr(function, "__module__", None) == "__main__":
             raise pickle.PicklingError("it is defined in the running program, which workers do not import")
         call: bytes = importlib.import_module(name).dumps((fn, args, kwargs))
     except Exception as error:

@@ -27,6 +27,7 @@ def list_checks(hosts: network.Hosts | None = None) -> list[Check]:
     here = Path(__file__).parents[2]
     checks: list[Check] = [
         (host.INSTALLED, "python", host.check_python),
+        (host.INSTALLED, "system", host.check_system),
         (host.INSTALLED, "unisono", lambda: host.check_package(find_version(), here)),
         (host.INSTALLED, "requirements", host.check_required),
         (host.INSTALLED, "extras", host.check_extras),

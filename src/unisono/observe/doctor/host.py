@@ -36,6 +36,7 @@ __all__ = [
     "check_required",
     "check_runs_folder",
     "check_shared_memory",
+    "check_system",
     "find_version",
     "read_requirements",
 ]
@@ -82,6 +83,24 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> list[Findin
     """Whether the tests run with this Python."""
     text = f"{platform.python_implementation()} {_show(version)} ({sys.executable})"
     return [_compare("python", text, _show(version), PYTHONS, "install a newer Python")]
+
+
+def check_system(
+    system: str = sys.platform, release: str = platform.release(), machine: str = platform.machine()
+) -> list[Finding]:
+    """Whether this was ever run on such a system: Linux on x86-64 is what the tests run on."""
+    text, advice = f"{system} {release} on {machine}", ""
+    if system != "linux":
+        advice = "never run there; threads (un.run_threads) and local workers that send messages should do"
+    elif "microsoft" in release.lower():
+        text = f"WSL: {text}"
+        advice = (
+            "never run there; other hosts reach workers only with networkingMode=mirrored in .wslconfig, and memory is "
+            "what .wslconfig gives"
+        )
+    elif machine != "x86_64":
+        advice = "never run on such a processor: please report what does not work"
+    return [judge(INSTALLED, "system", text, advice, {"system": system, "release": release, "machine": machine})]
 
 
 def check_package(version: str, folder: Path, find: FindVersion = find_version) -> list[Finding]:

@@ -201,7 +201,7 @@ SECTIONS = (
             faster(r"delayed_over_fsdp2_(?!4096)(\d+)", "{} tokens a step, update delayed by one step"),
             shown(r"gpu_busy_share_(\d+)", "share of the time in which the GPU works, {} tokens", "%"),
             shown(r"gpu_busy_share_delayed_(\d+)", "the same, update delayed, {} tokens", "%"),
-            shown(r"budget_(\d+)gib_tokens_s", "tokens a second in {} GiB of device memory", ""),
+            shown(r"budget_(\d+)gib_tokens_s", "tokens per second in {} GiB of device memory", ""),
             shown(r"budget_(\d+)gib_peak_gib", "the most it used of {} GiB", "GiB"),
             shown(r"largest_parameters", "largest model of width 4096 that trains, parameters", ""),
             shown(r"largest_s", "its step", "s"),
@@ -211,13 +211,13 @@ SECTIONS = (
     ),
     Section(
         "State on disk",
-        "`benchmarks/disk.py`: bytes a second of an optimizer step whose state is on disk, over those of plain reading "
+        "`benchmarks/disk.py`: bytes per second of an optimizer step whose state is on disk, over those of plain reading "
         "and writing.",
         ("disk",),
         (
             target(r"disk_share", "of the disk's bandwidth", "%", 0.8, more=True),
             target(r"disk_share_16bit", "with 16-bit moments", "%", 0.8, more=True),
-            shown(r"step_mparam_s", "million parameters a second", ""),
+            shown(r"step_mparam_s", "million parameters per second", ""),
             shown(r"memory_mparam_s", "the same, all in memory", ""),
         ),
     ),
@@ -251,7 +251,7 @@ SECTIONS = (
             shown(r"(ddp)_adds_ms", "plain {}", "ms"),
             Figure(r"topk_1pct_124m_ms", "1 % of 124 M values selected and packed", "ms", more=False,
                    against="torch_topk_ms", other="torch.topk"),
-            shown(r"nuqsgd_encode_share_of_copy", "bytes a second of nuqsgd's encoder over those of a copy", "%"),
+            shown(r"nuqsgd_encode_share_of_copy", "bytes per second of nuqsgd's encoder over those of a copy", "%"),
         ),
     ),
     Section(
@@ -301,9 +301,9 @@ SECTIONS = (
         ),
         (
             Matrix(
-                "Samples a second over those of allreduce, with the slow worker; what the others keep of their speed",
+                "Samples per second over those of allreduce, with the slow worker; what the others keep of their speed",
                 (
-                    faster(r"over_allreduce_(\w+)", "over allreduce", all_words="samples a second over allreduce's",
+                    faster(r"over_allreduce_(\w+)", "over allreduce", all_words="samples per second over allreduce's",
                            why="they wait for the slow worker as allreduce does, and send or compute more"),
                     shown(r"kept_(\w+)", "speed kept", "%"),
                 ),
@@ -362,7 +362,7 @@ SECTIONS = (
         ("overhead", "page", "soak"),
         (
             target(r"overhead", "everything that watches, on a step of 20 ms", "%", 0.01),
-            target(r"page_lag_s", "how late the live page is, 64 ranks at 50 steps a second", "s", 1),
+            target(r"page_lag_s", "how late the live page is, 64 ranks at 50 steps per second", "s", 1),
             shown(r"page_busy", "what its server takes of a core", "%"),
             shown(r"kb_per_1000_(.+)", "memory a worker gains in 1,000 steps, {}", "kB"),
         ),

@@ -316,25 +316,26 @@ def train_by_tokens(world: World, life: Life, *, strategy: str, trace: list[Wind
 
 def average_by_tokens(trace: list[Window], every: int) -> float:
     """The same without the library: the models become one after every so many steps, and whenever workers come or go
-    that of those who stay; each counts by its tokens since then."""
+    that of those who stay (one may be some steps behind); each counts by its tokens in a step since then."""
     models: dict[int, float] = {}
-    tokens: dict[int, float] = {}
+    tokens: dict[int, list[float]] = {}
     mean, former, before = 0.0, None, set[int]()
 
     def merge(workers: set[int]) -> float:
-        total = sum(tokens[worker] for worker in workers)
-        return sum(tokens[worker] * models[worker] for worker in workers) / total if total else mean
+        counted = {worker: sum(tokens[worker]) / len(tokens[worker]) for worker in workers if tokens[worker]}
+        return sum(counted[worker] * models[worker] for worker in counted) / sum(counted.values()) if counted else mean
 
     for step in sorted({window[1] for window in trace}):
         here = {window[0]: window for window in trace if window[1] == step}
         [generation] = {window[2] for window in here.values()}
         exchanged = (step - 1) % every == 0
         if exchanged or generation != former:
-            mean = merge(before if exchanged else before & here.keys())
-            models, tokens = dict.fromkeys(here, mean), dict.fromkeys(here, 0.0)
+            stayed = models.keys() & here.keys()
+            mean = merge(before | stayed if exchanged else stayed)
+            models, tokens = dict.fromkeys(here, mean), {worker: [] for worker in here}
         for worker, (*_, mine, pull) in here.items():
             models[worker] -= 0.1 * pull
-            tokens[worker] += mine
+            tokens[worker].append(mine)
         former, before = generation, set(here)
     return merge(before)
 

@@ -427,12 +427,12 @@ SECTIONS = (
     ),
     Section(
         "Beside other systems",
-        "`benchmarks/peers/`: each in an environment of its own, both sides in one run. torchft 0.2.0, DeepSpeed "
-        "0.19.8, Accelerate and Lightning over gloo, 2 ranks, an MLP of 25 M parameters with AdamW. Recovery is from "
+        "`benchmarks/peers/`: each in an environment of its own, both sides in one run. torchft 0.2.0 and DeepSpeed "
+        "0.19.8 over gloo, 2 ranks, an MLP of 25 M parameters with AdamW. Recovery is from "
         "the kill of one of three to the next step of both others; torchft waits for the lost one as long as its "
         "lighthouse is told: with the settings of its README, and with a `join_timeout_ms` of 200. hivemind 1.1.12: "
         "100 MB averaged by 2 peers, without its matchmaking.",
-        ("with_torchft", "with_deepspeed", "with_hivemind", "with_trainers"),
+        ("with_torchft", "with_deepspeed", "with_hivemind"),
         (
             faster(r"torchft_over_ours_step", "the step of torchft over ours", 2.0),
             faster(r"torchft_recovery_over_ours", "from a kill to the next step, torchft over ours", 10.0),
@@ -442,8 +442,6 @@ SECTIONS = (
             shown(r"torchft_join_pause_s", "the same, torchft", "s"),
             shown(r"ours_samples_lost", "samples in no step, ours", ""),
             shown(r"torchft_samples_lost", "samples drawn for steps that did not count, torchft", ""),
-            faster(r"(accelerate|lightning)_gloo_over_backend", "the step of {} over gloo, over that on our backend"),
-            faster(r"(accelerate|lightning)_gloo_over_ours", "the step of {} over gloo, over that with our allreduce"),
             faster(r"deepspeed_over_ours_zero_(\d)", "the step of DeepSpeed's ZeRO {} over ours", 1.5),
             faster(r"hivemind_over_ours_average", "an average, hivemind over ours", 2.0),
         ),

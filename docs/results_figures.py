@@ -211,8 +211,8 @@ SECTIONS = (
     ),
     Section(
         "State on disk",
-        "`benchmarks/disk.py`: bytes per second of an optimizer step whose state is on disk, over those of plain reading "
-        "and writing.",
+        "`benchmarks/disk.py`: bytes per second of an optimizer step whose state is on disk, over those of plain "
+        "reading and writing.",
         ("disk",),
         (
             target(r"disk_share", "of the disk's bandwidth", "%", 0.8, more=True),

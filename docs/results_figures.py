@@ -426,6 +426,18 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Streams",
+        "`benchmarks/streams.py`: 192 MB in each format, divided over the workers; bytes are counted by the kernel.",
+        ("streams",),
+        (
+            target(r"bytes_(\w+)_(\d)", "bytes read in an epoch over the data's, {}, by {}", "x", 1.05),
+            target(r"again_(\w+)", "read again by a run that resumes at half, {}", "%", 0.02,
+                   why="each of 48 lanes opens its file and reads its row group again"),
+            faster(r"webdataset_rate", "samples per second of a WebDataset over plain WebDataset's, 2 workers", 1.0),
+            shown(r"exactly_once", "of 50 random elastic schedules, those in which each sample counted once", ""),
+        ),
+    ),
+    Section(
         "Beside other systems",
         "`benchmarks/peers/`: each in an environment of its own, both sides in one run. torchft 0.2.0 and DeepSpeed "
         "0.19.8 over gloo, 2 ranks, an MLP of 25 M parameters with AdamW. Recovery is from "

@@ -6,9 +6,11 @@ import contextlib
 import ipaddress
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -117,6 +119,27 @@ def test_who_connects_follows_who_listens_and_messages_of_any_length_pass(serve:
     assert (KNOWN in relay.seen) != is_encrypted
     channel.close()
     relay.close()
+
+
+@pytest.mark.timeout(20)
+def test_who_looks_at_the_stacks_of_all_threads_ends_no_connection(serve: Any) -> None:
+    """The search for slow ranks does: it holds the frames in which something is sent for longer than these run."""
+    kept: list[Any] = []
+
+    def keep(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "send":
+            kept.append(frame)
+
+    echo = serve(is_encrypted=True)
+    channel = connect_once(*echo.address[:2], SECRET, timeout_s=10)
+    sys.setprofile(keep)
+    try:
+        channel.send("J", KNOWN)
+    finally:
+        sys.setprofile(None)
+    assert any(frame.f_globals["__name__"] == "ssl" for frame in kept)
+    assert receive(channel, len(KNOWN)) == KNOWN
+    channel.close()
 
 
 def shake(sock: socket.socket, line: bytes) -> Any:

@@ -90,7 +90,10 @@ class Encrypted(socket.socket):
         self._timeout_s = None if flag else 0.0
 
     def send(self, data: bytes | memoryview, flags: int = 0) -> int:  # type: ignore[override]
-        return self._run(lambda: self._inner.send(memoryview(data)[:_MOST]))
+        # Released here: whoever looks at the stacks of all threads keeps the frames in `ssl`, and what they hold, for a
+        # moment longer, and a buffer that somebody holds cannot shrink by what has been sent.
+        with memoryview(data) as whole, whole[:_MOST] as part:
+            return self._run(lambda: self._inner.send(part))
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         return self._run(lambda: self._inner.recv(size))

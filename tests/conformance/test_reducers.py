@@ -115,9 +115,9 @@ def test_the_mean_has_the_same_bits_on_every_rank(case: Case, size: int, dtype: 
     results = reduced(case, size, lambda rank, step: numbers(rank, step, dtype), STEPS)
     for step in range(STEPS):
         for other in results[1:]:
-            assert all(map(torch.equal, other[step][0], results[0][step][0])), f"step {step}"
+            assert all(map(torch.equal, other[step][0], results[0][step][0])), f"step {step}: the ranks' means differ"
     for mean, like in zip(results[0][0][0], numbers(0, dtype=dtype), strict=True):
-        assert (mean.dtype, mean.shape) == (like.dtype, like.shape)
+        assert (mean.dtype, mean.shape) == (like.dtype, like.shape), "the mean is not like the bucket's tensor"
         assert torch.isfinite(mean).all()
 
 
@@ -128,7 +128,7 @@ def test_exact_reducers_give_the_mean(case: Case, size: int, dtype: torch.dtype)
     results = reduced(case, size, lambda rank, step: numbers(rank, step, dtype))
     expected = mean_of([numbers(rank, 0, dtype) for rank in range(size)])
     for mean, wanted in zip(results[0][0][0], expected, strict=True):
-        assert close(mean, wanted, dtype)
+        assert close(mean, wanted, dtype), "it says that it is exact, and this is not the mean"
 
 
 @sizes
@@ -137,7 +137,8 @@ def test_what_is_not_sent_is_kept(case: Case, size: int) -> None:
     if not case.example.conserves:
         pytest.skip("its residual is of another quantity")
     results = reduced(case, size, lambda rank, step: numbers(rank, step, torch.float64), STEPS)
-    assert (results[0][0][2] is not None) == reducer_of(case).memory
+    keeps = results[0][0][2] is not None
+    assert keeps == reducer_of(case).memory, "memory=True goes with state['residual'], and only with it"
     for rank, rows in enumerate(results):
         before = [torch.zeros_like(x) for x in numbers(rank, 0, torch.float64)]
         for step, (_, sent, residual) in enumerate(rows):
@@ -146,7 +147,8 @@ def test_what_is_not_sent_is_kept(case: Case, size: int) -> None:
                 continue  # lossy without memory: nothing to add up
             after = residual or [torch.zeros_like(x) for x in given]
             for x, e, s, r in zip(given, before, sent, after, strict=True):
-                assert close(x + e, s + r, torch.float64, ulps=256), f"rank {rank} step {step}"
+                adds_up = close(x + e, s + r, torch.float64, ulps=256)
+                assert adds_up, f"rank {rank} step {step}: input + residual before is not sent + residual after"
             before = after
 
 
@@ -163,14 +165,15 @@ def test_nothing_is_lost_over_time(case: Case, size: int) -> None:
     for i in range(len(zeros)):
         given = torch.stack([row[i] for row in inputs]).sum(0)
         out = torch.stack([row[0][i] for row in results[0]]).sum(0)
-        assert close(out + residuals[i], given, torch.float64, ulps=1024)
+        adds_up = close(out + residuals[i], given, torch.float64, ulps=1024)
+        assert adds_up, "the mean is not that of what the ranks sent, to fp64: decode and add in fp32 or wider"
 
 
 def test_it_is_what_its_facts_say(case: Case) -> None:
     """So that a reducer that loses what it does not send, or that is not exact, is one on purpose."""
     reducer = reducer_of(case)
-    assert reducer.memory == case.example.memory
-    assert reducer.exact == case.example.exact
+    assert reducer.memory == case.example.memory, "Example(memory=...) is true by default"
+    assert reducer.exact == case.example.exact, "Example(exact=...) is false by default"
     assert case.spec.partition("(")[0] == case.name
 
 
@@ -179,7 +182,7 @@ def test_zeros_give_zeros(case: Case, size: int) -> None:
     shapes = [(4, 4), (3,), (), (0,)]
     results = reduced(case, size, lambda rank, step: [torch.zeros(shape) for shape in shapes], 3)
     for mean, _, _ in results[0]:
-        assert all(torch.equal(x, torch.zeros_like(x)) for x in mean)
+        assert all(torch.equal(x, torch.zeros_like(x)) for x in mean), "the mean of zeros is not zero"
 
 
 @sizes
@@ -215,15 +218,17 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_changes_no_memory(
             before = [(path, line.clone()) for path, line in lines]
             result, state = reduce_window(reducer, bucket, state, world)
             for path, line in lines:  # they count on if another bucket overflows
-                assert not path.endswith(("residual", "velocity")) or torch.equal(line, dict(before)[path]), path
+                if path.endswith(("residual", "velocity")):
+                    assert torch.equal(line, dict(before)[path]), f"{path} was written in place: return a new tensor"
             finite.append(all(bool(torch.isfinite(x).all()) for x in result.mean))
             for (path, old), (_, new) in zip(before, tensors_in(state), strict=True):
                 if overflow and path.endswith(("residual", "velocity")):
-                    assert torch.equal(old, new), path
-                assert torch.isfinite(new).all(), path
+                    assert torch.equal(old, new), f"{path} changed in a step that overflowed"
+                assert torch.isfinite(new).all(), f"{path} is not finite after an overflow"
         return finite
 
-    assert run_threads(work, size) == [[True, True, True, False, True]] * size
+    found = run_threads(work, size)
+    assert found == [[True, True, True, False, True]] * size, "not every rank has a mean that shows the overflow"
 
 
 @sizes
@@ -256,7 +261,7 @@ def test_an_overflow_while_rates_change_leaves_what_is_kept_at_its_weight(case: 
 
 def test_fp16_does_not_overflow_in_the_sum(case: Case) -> None:
     results = reduced(case, 3, lambda rank, step: [torch.full((4, 4), 60000.0, dtype=torch.float16)])
-    assert torch.isfinite(results[0][0][0][0]).all()
+    assert torch.isfinite(results[0][0][0][0]).all(), "16 bits overflow in the sum: add in fp32 or wider"
 
 
 # Bytes, state, spec --------------------------------------------------------------------------------------------
@@ -266,7 +271,8 @@ def test_fp16_does_not_overflow_in_the_sum(case: Case) -> None:
 def test_bytes_sent_match_the_closed_form(case: Case, size: int) -> None:
     """The one among its facts, and the one that the reducer itself gives (for warnings and plans)."""
     form, dtype, shapes = case.example.bytes, torch.float32, [tuple(x.shape) for x in numbers(0)]
-    assert form is not None or reducer_of(case).sends is None, "its facts have no closed form, yet data do not decide"
+    told = "it has `sends`, so the data do not decide: Example(bytes=...) is to give the same, from `Sizes`"
+    assert form is not None or reducer_of(case).sends is None, told
 
     def work(world: World) -> list[tuple[int, int | None]]:
         reducer, found = reducer_of(case), []
@@ -283,8 +289,8 @@ def test_bytes_sent_match_the_closed_form(case: Case, size: int) -> None:
     for rows in run_threads(work, size):
         for step, (sent, _) in enumerate(rows):
             if form is not None:
-                assert sent == form(Sizes(shapes, size, step, count_bytes)), f"step {step}"
-        assert rows[-1][1] is None or rows[-1][0] == rows[-1][1]
+                assert sent == form(Sizes(shapes, size, step, count_bytes)), f"step {step}: not what `bytes` says"
+        assert rows[-1][1] is None or rows[-1][0] == rows[-1][1], "not what `sends` says"
 
 
 def test_padding_in_a_bucket_is_less_than_a_cache_line_a_tensor() -> None:
@@ -313,16 +319,16 @@ def test_a_saved_state_goes_on_bit_by_bit(case: Case, size: int) -> None:
             continued.append((outputs, packing.to_bytes(begin)))
         (first, first_state), (second, second_state) = continued
         for a, b in zip(first, second, strict=True):
-            assert all(map(torch.equal, a.mean, b.mean))
-            assert all(map(torch.equal, a.sent_of([]), b.sent_of([])))
-        assert first_state == second_state
+            assert all(map(torch.equal, a.mean, b.mean)), "another mean after a state was saved and loaded"
+            assert all(map(torch.equal, a.sent_of([]), b.sent_of([]))), "`sent` differs after a save"
+        assert first_state == second_state, "the state differs after a save"
 
     run_threads(work, size)
 
 
 def test_its_spec_builds_it_again(case: Case) -> None:
     reducer = reducer_of(case)
-    assert build(describe(reducer), kind="reducer") == reducer
+    assert build(describe(reducer), kind="reducer") == reducer, "use @validate, and settings that a spec can have"
 
 
 # Settings ------------------------------------------------------------------------------------------------------

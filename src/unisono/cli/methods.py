@@ -94,7 +94,7 @@ def _run_conformance(options: argparse.Namespace, parser: argparse.ArgumentParse
     package = Path(__file__).parents[1]
     found = [package / "conformance", package.parents[1] / "tests" / "conformance"]  # in the wheel, in a checkout
     tests = next(str(folder) for folder in found if folder.is_dir())
-    words = ["-q", "-c", os.devnull, "--rootdir", tests, "-p", "no:cacheprovider", tests]
+    words = ["-q", "--tb=short", "-c", os.devnull, "--rootdir", tests, "-p", "no:cacheprovider", tests]
     return int(pytest.main([*words, *options.arguments]))
 
 

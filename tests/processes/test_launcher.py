@@ -457,11 +457,27 @@ def test_version_and_strategies_need_no_torch(run_command):
 JOIN = """
 import torch, unisono as un
 world = un.join()
-print(f"total {world.all_reduce(torch.tensor([world.rank + 1.0]), 'sum').wait().item()} of {world.size}\\n", end="")
+total = world.all_reduce(torch.tensor([world.rank + 1.0]), "sum").wait().item()
+print(f"total {total} of {world.size} over {world.transport.name}\\n", end="")
 world.close()
 """
 
 
-def test_join_meets_under_our_launcher(run_script):
+@pytest.mark.parametrize(("shares", "over"), [("1", "shared memory"), ("0", "messages")])
+def test_join_meets_under_our_launcher(run_script, monkeypatch, shares, over):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", shares)
     status, out, err = run_script(JOIN, "-n", "2").finish()
-    assert (status, sorted(out.splitlines())) == (0, ["[0] total 3.0 of 2", "[1] total 3.0 of 2"]), err
+    wanted = [f"[{rank}] total 3.0 of 2 over {over}" for rank in range(2)]
+    assert (status, sorted(out.splitlines())) == (0, wanted), err
+
+
+@only_fresh
+def test_workers_that_come_and_go_on_one_host_need_shared_memory(tmp_path, monkeypatch, capsys):
+    from unisono.cli import main
+
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    with pytest.raises(SystemExit):
+        main(["run", "-n", "1:2", "train.py"])
+    assert "unset UNISONO_SHARED_MEMORY" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from unisono.cli.methods import check_strategy
 from unisono.cli.under_way import add_page_options, show_page
 from unisono.cli.vscode import PORT, open_ports
 from unisono.launchers import on
-from unisono.launchers.job import Adapt, ElasticSettings, Job
+from unisono.launchers.job import Adapt, ElasticSettings, Job, check_elastic_on_one_host
 from unisono.launchers.output import FOLDER
 from unisono.launchers.runtime.run_folder import RunFolder, find_runs_folder
 
@@ -308,6 +308,8 @@ def _read_elastic(
             "--adapt and --target start workers as they pay, and those of --later come by themselves: give one of them"
         )
     try:
+        if options.on == "local":
+            check_elastic_on_one_host()
         return ElasticSettings(least, most, adapt=adapt, later=options.later or 0, **given)
     except ValueError as error:
         parser.error(str(error))

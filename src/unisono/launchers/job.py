@@ -10,8 +10,9 @@ from typing import Any, Literal
 from unisono.launchers.output import Mode
 from unisono.launchers.runtime.run_folder import RunFolder
 from unisono.launchers.runtime.status import BEAT_S
+from unisono.launchers.runtime.variables import may_share_memory
 
-__all__ = ["Adapt", "ElasticSettings", "Job", "StartMethod", "TimedOut"]
+__all__ = ["Adapt", "ElasticSettings", "Job", "StartMethod", "TimedOut", "check_elastic_on_one_host"]
 
 # fresh: a new interpreter each. fork: from this program's own fork server. warm: from the user's (see forks.py).
 StartMethod = Literal["fresh", "fork", "warm"]
@@ -56,6 +57,12 @@ class ElasticSettings:
     def describe_shortage(self, left: int) -> str:
         """Why the `left` workers that remain have to leave."""
         return f"{left} of at least {self.least} workers are left, and no other came within {self.patience_s:g} s"
+
+
+def check_elastic_on_one_host() -> None:
+    """ValueError if workers that come and go could not meet."""
+    if not may_share_memory():
+        raise ValueError("workers that come and go on one host meet in shared memory: unset UNISONO_SHARED_MEMORY")
 
 
 @dataclass(frozen=True)

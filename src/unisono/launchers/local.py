@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.launchers import guard
 from unisono.launchers.failures import Outcome
-from unisono.launchers.job import Job, TimedOut
+from unisono.launchers.job import Job, TimedOut, check_elastic_on_one_host
 from unisono.launchers.meeting import RunDebugger, store_variables
 from unisono.launchers.output import OutputClosed
 from unisono.launchers.processes import Command, open_starter, worker_environment
@@ -47,6 +47,8 @@ class LocalRun(Supervisor[LocalWorker]):
     elastic: LocalElastic | None
 
     def __init__(self, job: Job) -> None:
+        if job.elastic is not None:
+            check_elastic_on_one_host()
         super().__init__(job, inherit=job.inherit)
         self._starter = open_starter(job.start)
         self.page = StatusPage.create(job.places)

@@ -20,6 +20,7 @@ from unisono.launchers.runtime.channel import SECRET, STORE
 from unisono.launchers.runtime.debug_pause import DEBUGGER, DEBUGGER_WAIT_S, PDB
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.machine import read_boot_id, read_namespaces
+from unisono.launchers.runtime.variables import may_share_memory
 
 if TYPE_CHECKING:
     from unisono.launchers.runtime.debugger.hub import Hub
@@ -41,7 +42,7 @@ class OfferedPage:
 
     def offer(self) -> str:
         """What agents are told of the page; "" if shared memory is not to be used."""
-        if sys.platform != "linux" or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
+        if sys.platform != "linux" or not may_share_memory():
             return ""
         return f"{_machine_key()} /proc/{os.getpid()}/fd/{self.fd}"
 
@@ -59,7 +60,7 @@ class OfferedPage:
 def open_page(offer: str) -> int:
     """A descriptor of the page that was offered; -1 on another host, or if it may not be opened."""
     machine, _, address = offer.rpartition(" ")
-    if not machine or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
+    if not machine or not may_share_memory():
         return -1
     try:
         if machine != _machine_key() or "unisono-meeting-page" not in os.readlink(address):

@@ -18,7 +18,7 @@ from unisono.launchers.runtime.frames import hide_frames_of_uncaught, warn_user
 from unisono.launchers.runtime.launch_env import Place, number, read_place
 from unisono.launchers.runtime.machine import read_boot_id
 from unisono.launchers.runtime.membership import Assignment, HostsMembership, Membership, find_membership
-from unisono.launchers.runtime.variables import read_attempt, read_host, read_timeout_s
+from unisono.launchers.runtime.variables import may_share_memory, read_attempt, read_host, read_timeout_s
 from unisono.world.elastic import Elastic
 from unisono.world.ledger import Ledger
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
@@ -101,7 +101,7 @@ def meet(device: str | torch.device | None = None) -> World:
         hide_frames_of_uncaught()
     timeout_s = read_timeout_s()
     fd = _take_inherited_page()
-    if fd is not None and local_size == size:
+    if fd is not None and local_size == size and may_share_memory():
         from unisono.world.transports.shared import SharedTransport
 
         transport: Transport = SharedTransport.from_inherited(fd, rank, size, timeout_s=timeout_s)

@@ -13,10 +13,13 @@ from torch.optim import Optimizer
 
 def find_schedules(optimizer: Optimizer) -> list[Any]:
     """Those of an optimizer, which does not know them: they hold it, in their dict or (where nobody asked for that yet)
-    in themselves. Not all objects are looked at: to hold a tuple that another thread is about to make breaks it."""
+    in themselves. Not all objects are looked at: to hold a tuple that another thread is about to make breaks it.
+
+    Each look goes through all that the garbage collector knows, some 50 ms: so only a dict of a schedule is followed."""
     kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     holders = gc.get_referrers(optimizer)
-    owners = gc.get_referrers(*(holder for holder in holders if type(holder) is dict))
+    dicts = [x for x in holders if type(x) is dict and x.get("optimizer") is optimizer and "last_epoch" in x]
+    owners = gc.get_referrers(*dicts) if dicts else []
     found = {id(o): o for o in (*holders, *owners) if issubclass(type(o), kinds) and o.optimizer is optimizer}
     return sorted(found.values(), key=_describe_schedule)
 

@@ -31,3 +31,12 @@ def test_the_schedules_of_an_optimizer_are_found_in_one_order() -> None:
     plateau, foreign = kinds.ReduceLROnPlateau(optimizer), kinds.StepLR(other, 3)
     assert [s is t for s, t in zip(find_schedules(optimizer), [plateau, early, late], strict=True)] == [True] * 3
     assert find_schedules(other) == [foreign]
+
+
+def test_a_chain_of_schedules_is_found_once_its_dict_has_been_asked_for() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    kinds = torch.optim.lr_scheduler
+    parts = [kinds.StepLR(optimizer, 30), kinds.StepLR(optimizer, 3)]
+    chain = kinds.ChainedScheduler(parts, optimizer)
+    vars(chain)  # from now on the dict holds the optimizer, not the chain itself; it has no `last_epoch`
+    assert {id(s) for s in find_schedules(optimizer)} == {id(s) for s in (chain, *parts)}

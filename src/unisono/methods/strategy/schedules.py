@@ -15,10 +15,11 @@ def find_schedules(optimizer: Optimizer) -> list[Any]:
     """Those of an optimizer, which does not know them: they hold it, in their dict or (where nobody asked for that yet)
     in themselves. Not all objects are looked at: to hold a tuple that another thread is about to make breaks it.
 
-    Each look goes through all that the garbage collector knows, some 50 ms: so only a dict of a schedule is followed."""
+    Each look goes through all that the garbage collector knows, some 50 ms: only a dict of a schedule is followed."""
     kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     holders = gc.get_referrers(optimizer)
-    dicts = [x for x in holders if type(x) is dict and x.get("optimizer") is optimizer and "last_epoch" in x]
+    mine = [x for x in holders if type(x) is dict and x.get("optimizer") is optimizer]
+    dicts = [x for x in mine if "last_epoch" in x or "_last_lr" in x]  # a ChainedScheduler has the second only
     owners = gc.get_referrers(*dicts) if dicts else []
     found = {id(o): o for o in (*holders, *owners) if issubclass(type(o), kinds) and o.optimizer is optimizer}
     return sorted(found.values(), key=_describe_schedule)

@@ -234,6 +234,21 @@ def test_warm_runs_share_one_server_and_it_can_be_stopped(tmp_path: Path, light:
     assert list(warm.glob("*.socket")) == []
 
 
+def test_a_server_that_was_started_with_all_of_sys_path_gives_workers_the_interpreters_own(
+    tmp_path: Path, light: None, warm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As Spark and others start programs: what their variable names, the interpreter has of itself too."""
+    text = "import encodings.idna, os, sys, yaml\nprint(os.getppid(), sys.path[1:])\n"
+    (tmp_path / "script.py").write_text(text)
+    (tmp_path / "fresh.py").write_text("import sys\nprint(sys.path[1:])\n")
+    fresh = subprocess.run([sys.executable, "fresh.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], *filter(None, sys.path)]))
+        assert run(tmp_path, "-n", "1", "--warm", "fresh.py")[::2] == (0, "")
+    (server,) = list_warm()
+    assert run(tmp_path, "-n", "1", "--warm", "script.py") == (0, f"{server.pid} {fresh.stdout}", "")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a network namespace")
 def test_a_server_that_was_started_on_another_network_is_not_met_here(tmp_path: Path, light: None, warm: Path):
     (tmp_path / "script.py").write_text("import os\nprint(os.getppid())\n")

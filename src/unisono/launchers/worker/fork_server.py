@@ -17,10 +17,12 @@ import ctypes
 import gc
 import importlib
 import io
+import json
 import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -123,8 +125,7 @@ class _Server:
         self.stopping = False
         self.start_variables, self.context = start_variables(os.environ), process_context()
         self.threads = os.environ.get("OMP_NUM_THREADS", "")
-        first = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-        self.python_path = [entry for entry in sys.path if entry not in first]
+        self.python_path = _own_path()
         self.started = time.time()
 
     def serve(self) -> _Request | None:
@@ -287,6 +288,19 @@ class _Server:
         if self.owner_fd >= 0:
             os.close(self.owner_fd)
         self.door.close()
+
+
+def _own_path() -> list[str]:
+    """Where this interpreter looks for modules without a PYTHONPATH: each worker has its own variable.
+
+    What the variable adds cannot be told from sys.path: it may also name folders that the interpreter has of itself
+    (engines start programs with all of sys.path in it), and each is listed once.
+    """
+    if not os.environ.get("PYTHONPATH"):
+        return list(sys.path)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import json, sys; print(json.dumps([entry for entry in sys.path if entry]))"]
+    return list(json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout))
 
 
 def _shadowed_modules(folder: str, before: Sequence[str]) -> list[str]:

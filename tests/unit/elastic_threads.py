@@ -214,6 +214,10 @@ class Run:
             self.coordinator.wanted = wanted
             self._decide()
 
+    def wait_for_newcomer(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.summoned > 0)
+
     # A worker's end
 
     def come(self, life: Life, *, is_open: bool) -> Assignment:

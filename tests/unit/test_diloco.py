@@ -423,6 +423,29 @@ def test_an_exchange_that_did_not_arrive_everywhere_is_dropped_everywhere(reduce
         assert not kept
 
 
+@pytest.mark.parametrize("strategy", ["diloco(every=8)", "local_sgd(every=8, start=0)"])
+def test_ranks_that_are_windows_apart_count_by_what_each_has_trained(strategy: str) -> None:
+    """One without any window since the last exchange is still where that ended: it does not halve the others' way."""
+    windows = (0, 1, 3)
+
+    def work(world: World) -> tuple[list[Tensor], list[Tensor]]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, strategy, world=world)
+        train(model, optimizer, world.rank, range(windows[world.rank]))
+        before = params(model)
+        replica.rebind(world.split([[0, 1, 2]]), source=2)
+        after = params(model)
+        replica.close()
+        return before, after
+
+    results = run_threads(work, 3)
+    trained = [before for before, _ in results]
+    expected = [sum(n * t for n, t in zip(windows, each, strict=True)) / 4 for each in zip(*trained, strict=True)]
+    for _, after in results:
+        close(after, expected)
+
+
 def test_switching_to_it_and_back_carries_the_model_on() -> None:
     def work(world: World) -> list[Tensor]:
         model = make()

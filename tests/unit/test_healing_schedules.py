@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,9 +113,11 @@ def train(
     validates: bool = False,
     several: bool = False,
     strategy: str = "allreduce",
+    grows: int = 0,
 ) -> dict[str, Any]:
     """The same with other workers. `calls`: the program asks the others for something after each batch, too;
-    `validates`: in another pass after each; `several`: with two optimizers."""
+    `validates`: in another pass after each; `several`: with two optimizers; `grows`: to so many workers, of which one
+    waits before the first batch."""
     model = Counting()
     optimizers, schedules = make_several(model) if several else [[one] for one in make_training(model)]
     average = un.average(un.parallel(model, optimizers, strategy, world=world), decay=DECAY)
@@ -123,6 +125,10 @@ def train(
     counters = un.follow({"batches": 0}, world=world)
     told = world.broadcast_object({"epochs": EPOCHS})
     life.is_armed = True
+    if grows and life.number == 0:  # which has noted the results of the calls above for who comes
+        life.run.scale(grows)
+    if life.number + 1 < grows:
+        life.run.wait_for_newcomer()
     sums = []
     for _ in range(told["epochs"]):
         for x, y, numbers in shard:
@@ -172,6 +178,16 @@ def test_a_run_without_deaths() -> None:
     check(run)
     assert len(run.results) == 3
     assert len(run.generations) == 1
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local_sgd(every=1, start=0)"])
+def test_a_worker_comes_before_the_first_batch(strategy: str) -> None:
+    """It has a part of each."""
+    run = Run(partial(train, grows=3, strategy=strategy), 2).play()
+    assert run.generations == [(0, 1), (0, 1, 2)]
+    assert [found["batches"] for found in run.results.values()] == [EPOCHS * -(-SAMPLES // BATCH)] * 3, run.describe()
+    if strategy == "allreduce":
+        check(run)
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -314,30 +330,37 @@ def train_by_tokens(world: World, life: Life, *, strategy: str, trace: list[Wind
     return float(replica.consolidate()[0].detach())
 
 
-def average_by_tokens(trace: list[Window], every: int) -> float:
-    """The same without the library: the models become one after every so many steps, and whenever workers come or go
-    that of those who stay (one may be some steps behind); each counts by its tokens in a step since then."""
-    models: dict[int, float] = {}
-    tokens: dict[int, list[float]] = {}
-    mean, former, before = 0.0, None, set[int]()
+def average_by_tokens(trace: list[Window], every: int, generations: Sequence[Sequence[int]]) -> float:
+    """The same without the library: the models become one after every so many steps, and in each generation that of
+    those who stay (one may be some steps behind); each counts by its tokens since then."""
+    models, tokens = dict.fromkeys(generations[0], 0.0), dict.fromkeys(generations[0], 0.0)
+    now, before = 0, set(generations[0])
 
-    def merge(workers: set[int]) -> float:
-        counted = {worker: sum(tokens[worker]) / len(tokens[worker]) for worker in workers if tokens[worker]}
-        return sum(counted[worker] * models[worker] for worker in counted) / sum(counted.values()) if counted else mean
+    def meet(workers: set[int], then: Sequence[int]) -> None:
+        nonlocal models, tokens
+        total = sum(tokens[worker] for worker in workers)
+        mean = sum(tokens[w] * models[w] for w in workers) / total if total else models[min(workers)]
+        models, tokens = dict.fromkeys(then, mean), dict.fromkeys(then, 0.0)
+
+    def pass_to(generation: int) -> None:
+        nonlocal now
+        while now < generation:
+            now += 1
+            meet(models.keys() & set(generations[now]), generations[now])
 
     for step in sorted({window[1] for window in trace}):
-        here = {window[0]: window for window in trace if window[1] == step}
-        [generation] = {window[2] for window in here.values()}
-        exchanged = (step - 1) % every == 0
-        if exchanged or generation != former:
-            stayed = models.keys() & here.keys()
-            mean = merge(before | stayed if exchanged else stayed)
-            models, tokens = dict.fromkeys(here, mean), {worker: [] for worker in here}
+        generation = max(window[2] for window in trace if window[1] == step)  # one lost later may have been ahead
+        here = {window[0]: window for window in trace if window[1:3] == (step, generation)}
+        if (step - 1) % every == 0:
+            meet(before | (models.keys() & set(generations[generation])), generations[now])
+        pass_to(generation)
         for worker, (*_, mine, pull) in here.items():
             models[worker] -= 0.1 * pull
-            tokens[worker].append(mine)
-        former, before = generation, set(here)
-    return merge(before)
+            tokens[worker] += mine
+        before = set(here)
+    pass_to(len(generations) - 1)
+    meet(set(models), generations[-1])
+    return models[generations[-1][0]]
 
 
 @pytest.mark.parametrize(
@@ -351,4 +374,4 @@ def test_a_worker_that_returns_counts_by_its_tokens_since(strategy: str, at: int
     run = Run(program, 3, [Event("die before", 2, at)]).play()
     assert not run.errors, f"{run.describe()}\n" + "\n".join(run.errors.values())
     for found in run.results.values():
-        assert found == pytest.approx(average_by_tokens(trace, 3), abs=1e-12)
+        assert found == pytest.approx(average_by_tokens(trace, 3, run.generations), abs=1e-12)

@@ -546,12 +546,13 @@ class AnchoredReplica(PeriodicReplica):
         self._forget_pending(keep_arrived=True)
 
     def progress(self) -> dict[str, Any]:
-        """When each fragment was last agreed on, which exchanges begun since arrived, and how much this rank counts."""
+        """When each fragment was last agreed on, which exchanges begun since arrived, and how much this rank has
+        trained since: ranks may be some windows apart, and one without any does not hold the others back."""
         return {
             "reached": list(self._agreed),
             "begun": sorted(self._begun),
             "arrived": sorted(self.pending),
-            "weights": [self.weight(i) for i in range(self._count)],
+            "weights": [sum(weights) for weights in self._weights],
         }
 
     def take_model(self, change: Change) -> str:
@@ -585,13 +586,13 @@ class AnchoredReplica(PeriodicReplica):
         )
 
     def _average_parameters(self, change: Change) -> None:
-        """The anchors are the source's now: parameters become x0 - mean(x0 - x_i) of all who stayed, by `weight`."""
+        """The anchors are the source's now: parameters become x0 - mean(x0 - x_i) of all who stayed, by `progress`."""
         world, stayed = change.world, change.stayed
         named = [(f, name) for f in self.fragments for name in f.live]
         sums = [torch.zeros_like(f.anchors[name]) for f, name in named]
         for (fragment, name), mine in zip(named, sums, strict=True):
-            total = sum(change.progress[r]["weights"][fragment.index] for r in stayed)
-            weight = self.weight(fragment.index) * len(stayed) / total if total else 1.0
+            trained = [change.progress[r]["weights"][fragment.index] for r in stayed]
+            weight = sum(self._weights[fragment.index]) * len(stayed) / sum(trained) if any(trained) else 1.0
             if change.keeps and weight:
                 mine.copy_(fragment.difference(name)).mul_(weight)
         world.all_reduce(sums, "sum", tag="rebind").wait()

@@ -318,6 +318,8 @@ class Healing:
             others_out = any(other.is_out for other in self.world.shards.values() if other is not shard)
             is_over = self._positions.get(shard.name, [-1])[0] > shard.epoch  # here, and the others are further
             is_trained = self._is_trained(shard)
+            if is_trained and not self._positions and not self.elastic.is_joining:
+                self._positions[shard.name] = shard.position  # the first batch of all: one who comes begins with it too
             is_open = not others_out and not is_over and is_trained
             summoned = is_open and self.elastic.membership.is_regroup_requested
             if self.elastic.is_joining or self.elastic.broken is not None or summoned:

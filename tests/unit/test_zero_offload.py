@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,18 @@ def test_a_gradient_scaler_is_refused_where_gradients_leave() -> None:
     replica = un.parallel(model, adam(model), "zero(optimizer_on=cpu)", world=World())
     with pytest.raises(ValueError, match="bf16"):
         replica.watch(torch.amp.GradScaler("cpu"))
+
+
+def test_clipping_by_a_norm_that_is_no_number_spoils_the_values_as_in_one_process() -> None:
+    """The factor is no number either, and the same for all gradients."""
+    model = text()
+    optimizer = adam(model)
+    replica = un.parallel(model, optimizer, "zero(optimizer_on=cpu, unit_bytes=1500)", world=World())
+    (loss_of(model, words(0, 0)) * math.nan).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert all(value.isnan().all() for value in model.state_dict().values())
+    replica.close()
 
 
 def test_too_little_host_memory_is_said_before_training_with_what_would_fit() -> None:

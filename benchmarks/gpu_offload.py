@@ -6,14 +6,14 @@ the end of one forward to the end of another, several cycles later: work still u
 
 Parts (--parts, all by default):
   floors    what the machine does: the host's fused AdamW, locked memory, the link, both lanes of the update
-  speed     4,096 and 16,384 tokens a step: exact and delayed update against FSDP2
+  speed     4,096 and 16,384 tokens a step: exact, delayed and stepped-ahead update against FSDP2
   budget    device_memory = 14, 18, 22 GiB at 4,096 tokens: each in a process of its own, for its peak of memory
   largest   the largest model of width 4,096 that trains (each try in a process of its own)
   disk      a model whose state is larger than the device memory and the host memory it is given, together
 
 Keys:
-  offload_over_fsdp2_T, delayed_over_fsdp2_T      tokens a second over FSDP2's, at T tokens a step
-  fsdp2_T_s, offload_T_s, delayed_T_s             seconds a cycle
+  offload_over_fsdp2_T, delayed_..., ahead_...    tokens a second over FSDP2's, at T tokens a step
+  fsdp2_T_s, offload_T_s, delayed_T_s, ahead_T_s  seconds a cycle
   no_offload_T_s, gpu_busy_share_T, ..._delayed_T a cycle with all on the GPU; share of a cycle in which kernels run
   budget_Ggib_tokens_s, budget_Ggib_peak_gib      at a budget of G GiB
   largest_parameters, largest_s                   and seconds a cycle at 4,096 tokens
@@ -47,6 +47,7 @@ OFFLOAD = "zero(stage=2, precision=bf16, optimizer_on=cpu)"
 SPECS = {
     "offload": OFFLOAD,
     "delayed": OFFLOAD[:-1] + ", delayed_update=True, delay_after=0)",
+    "ahead": OFFLOAD[:-1] + ", step_ahead=True)",
     "no_offload": "zero(stage=2, precision=bf16)",
 }
 BUDGETS_GIB = (14, 18, 22)
@@ -223,7 +224,7 @@ def speed(shape: Shape, sizes: list[int], device: str, *, repeats: int, cycles: 
                 times[name] += [taken] if turn else []
         medians = {name: statistics.median(taken) for name, taken in times.items()}
         found |= {f"{name}_{size}_s": taken for name, taken in medians.items()}
-        for name in ("offload", "delayed"):
+        for name in ("offload", "delayed", "ahead"):
             found[f"{name}_over_fsdp2_{size}"] = medians["fsdp2"] / medians[name]
         if device == "cuda":
             found[f"gpu_busy_share_{size}"] = busy_s(sides["offload"]) / medians["offload"]

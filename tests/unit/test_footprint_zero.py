@@ -124,6 +124,7 @@ def test_a_second_copy_of_what_is_split_takes_what_was_predicted(stage: int, pre
     [
         "stage=2, optimizer_on='cpu'",
         "stage=3, precision='bf16', optimizer_on='cpu'",
+        "stage=2, precision='bf16', optimizer_on='cpu', step_ahead=True",
         "stage=2, precision='bf16', optimizer_on='cpu', moments='bf16'",
         "stage=1, precision='bf16', optimizer_on='disk'",
         "stage=3, precision='bf16', optimizer_on='disk', params_on='disk'",

@@ -22,6 +22,7 @@ from unisono.world.virtual import run_threads
 SEED = threading.Lock()  # torch.manual_seed is the process's
 STEPS, BAD = 16, 11  # the step that is spoilt, counted from 0
 SPECS = ["allreduce", "shared", "zero(stage=1)", "zero(stage=2)", "zero(stage=3)", "zero(stage=2, optimizer_on=cpu)"]
+SPECS += ["zero(stage=2, optimizer_on=cpu, step_ahead=True)"]
 
 
 def make_data() -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ SPECS = {
     "stage 1": "zero(stage=1)",
     "stage 3": "zero(stage=3, unit_bytes=2500)",
     "offload": "zero(stage=2, optimizer_on=cpu, unit_bytes=2500)",
+    "ahead": "zero(stage=2, optimizer_on=cpu, step_ahead=True, unit_bytes=2500)",
     "delayed": "zero(stage=2, optimizer_on=cpu, delayed_update=True, delay_after=0, unit_bytes=2500)",
     "partly on disk": "zero(stage=1, optimizer_on=disk, spill=0.5, unit_bytes=2500)",
     "all on disk": "zero(stage=3, optimizer_on=disk, params_on=disk, unit_bytes=2500)",
@@ -223,11 +225,32 @@ def test_a_gradient_scaler_is_refused_where_gradients_leave() -> None:
         replica.watch(torch.amp.GradScaler("cpu"))
 
 
+def test_clipping_by_a_norm_that_is_no_number_spoils_the_values_as_in_one_process() -> None:
+    """The factor is no number either, and the same for all gradients."""
+    model = text()
+    optimizer = adam(model)
+    replica = un.parallel(model, optimizer, "zero(optimizer_on=cpu, unit_bytes=1500)", world=World())
+    (loss_of(model, words(0, 0)) * math.nan).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert all(value.isnan().all() for value in model.state_dict().values())
+    replica.close()
+
+
 def test_too_little_host_memory_is_said_before_training_with_what_would_fit() -> None:
     model = nn.Linear(512, 512)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"3.\d+ MiB does not fit into the 2.00 MiB .* spill=0\.\d+"):
         un.parallel(model, optimizer, "zero(optimizer_on=cpu, host_memory='2MiB')", world=World())
+
+
+def test_a_second_copy_of_the_state_needs_as_much_host_memory_again() -> None:
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.AdamW(model.parameters())
+    spec = "zero(optimizer_on=cpu, step_ahead={}, host_memory='4MiB')"
+    with pytest.raises(ValueError, match=r"doubled state of 6.\d+ MiB .* into the 4.00 MiB .* step_ahead=False"):
+        un.parallel(model, optimizer, spec.format(True), world=World())
+    un.parallel(model, optimizer, spec.format(False), world=World())
 
 
 def test_too_little_room_on_disk_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +292,9 @@ def test_available_memory_knows_a_limit_of_the_process() -> None:
         ("optimizer_on=cpu, device_memory=lots", "device_memory"),
         ("moments=bf16", "moments"),
         ("delayed_update=True", "delayed_update"),
+        ("step_ahead=True", "step_ahead"),
+        ("step_ahead=True, optimizer_on=disk", "step_ahead"),
+        ("step_ahead=True, optimizer_on=cpu, delayed_update=True", "step_ahead"),
         ("optimizer_on=gpu", "optimizer_on"),
     ],
 )

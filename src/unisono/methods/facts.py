@@ -159,6 +159,7 @@ class Keeps:
     params_on: str = "device"
     moments: str = "fp32"
     delayed_update: bool = False
+    step_ahead: bool = False
     spare: bool = False
     within: Any = None
     across: Reducer | None = None

@@ -252,20 +252,30 @@ class Chunk:
 
 
 class MemoryChunk(Chunk):
-    """All of a block whose lines are in memory."""
+    """All of a block whose lines are in memory; `twice`: with a second copy of them, to be stepped into."""
 
-    def __init__(self, lines: dict[str, Tensor]) -> None:
+    def __init__(self, lines: dict[str, Tensor], *, twice: bool = False) -> None:
         super().__init__(0, lines["master"].numel())
         self._lines = lines
+        self._others = {name: line.clone() for name, line in lines.items()} if twice else {}
 
     def open(self) -> Mapping[str, Tensor]:
         return self._lines
+
+    def open_others(self) -> Mapping[str, Tensor]:
+        """The second copy, which may be out of date."""
+        return self._others
+
+    def swap(self) -> None:
+        """Let the second copy be the lines."""
+        self._lines, self._others = self._others, self._lines
 
     def read(self, name: str, low: int, high: int, into: Tensor) -> Handle[Tensor]:
         return Handle.of(into.copy_(self._lines[name][low:high]))
 
     def write(self, name: str, low: int, values: Tensor) -> None:
-        self._lines[name][low : low + values.numel()].copy_(values)
+        for lines in filter(None, (self._lines, self._others)):  # padding, which no step writes, is the same in both
+            lines[name][low : low + values.numel()].copy_(values)
 
     def freeze(self) -> Chunk:
         return MemoryChunk({name: line.clone() for name, line in self._lines.items()})
@@ -288,6 +298,7 @@ class Block(OptimizerState):
     unit: int = 0
     start: int = 0
     index: int = field(init=False)  # among the blocks that the same object steps
+    version: int = field(init=False, default=0)  # how often the state has been set, other than by steps
     rule: Rule = field(init=False)
     steps: Runs = field(init=False)
     first: dict[str, float] = field(init=False)  # the optimizer's lines, and what they hold before the first step
@@ -367,6 +378,7 @@ class Block(OptimizerState):
     def load(self, values: Mapping[str, Any], *, start: int = 0, stop: int | None = None) -> None:
         stop = self._end(start, stop)
         self._check_lines(values, start, stop)
+        self.version += 1
         lines = {name: value for name, value in values.items() if name in self.dtypes}
         scalars = {name: value for name, value in values.items() if name not in lines}
         groups = [read_settings(self._groups[group]) for group in self.steps.groups(start, stop)]
@@ -381,6 +393,7 @@ class Block(OptimizerState):
             self.steps.set_scalars(start, stop, self.rule.read_scalars(scalars))
 
     def reset(self, *, start: int = 0, stop: int | None = None) -> None:
+        self.version += 1
         self.steps.set_scalars(start, self._end(start, stop), None)
 
 

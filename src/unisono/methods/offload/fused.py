@@ -7,6 +7,7 @@ threads step at once and the program's own thread is not held up. Where TorchScr
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -38,6 +39,7 @@ def step_tiles(
     places: list[int],
     tile: int,
     held: list[Tensor],
+    before: list[Tensor],
 ) -> int:
     """Step elements of `master` and of the state `lines` in place, with those of `gradient`; all are of one length.
 
@@ -46,7 +48,8 @@ def step_tiles(
     first: what lines hold before the first step (`fresh`). scratch: memory of `tile` elements in the precision of
     master, for the gradient and for each line; `bits`: that of the lines as int32. Lines in bfloat16 are computed with
     there and rounded back; `places`: where each begins in `table`. held: a list of one tensor; TorchScript takes a call
-    that changes only lists made in the function itself for one without effect, and drops it.
+    that changes only lists made in the function itself for one without effect, and drops it. before: what `master` and
+    `lines` are before the step, if they are to be written and not changed in place; else empty.
     """
     done = 0
     for k in range(len(spans) // 2):
@@ -55,6 +58,8 @@ def step_tiles(
             end = min(at + tile, spans[2 * k + 1])
             size = end - at
             p = master[at:end]
+            if len(before) > 0:
+                p.copy_(before[0][at:end])
             g = gradient[at:end]
             if g.dtype != p.dtype or scale != 1.0:
                 g = scratch[0][:size]
@@ -64,9 +69,11 @@ def step_tiles(
             state: list[list[Tensor]] = []
             for i in range(len(lines)):
                 line = lines[i][at:end]
+                old = before[i + 1][at:end] if len(before) > 0 else line
                 if line.dtype != p.dtype:
                     line = scratch[i + 1][:size]
-                    line.copy_(lines[i][at:end])
+                if len(before) > 0 or lines[i].dtype != p.dtype:
+                    line.copy_(old)
                 if fresh:
                     line.fill_(first[i])
                 state.append([line])
@@ -172,7 +179,7 @@ def compile_step_tiles() -> Callable[..., int]:
 def agrees(other: Callable[..., int], kind: int) -> bool:
     """Whether another form of `step_tiles` steps a few numbers exactly as it does."""
     results = []
-    for form in (step_tiles, other):
+    for form, away in itertools.product((step_tiles, other), (False, True)):
         values = torch.linspace(-1.0, 1.0, 40, dtype=torch.float32)
         out = torch.zeros(40, dtype=torch.bfloat16)
         lines = [values.abs().to(torch.bfloat16) for _ in range(1 if kind >= SGD else 2)]
@@ -182,7 +189,11 @@ def agrees(other: Callable[..., int], kind: int) -> bool:
         arguments = (kind, numbers, flags, torch.tensor(3.0, dtype=torch.float32), False, [0.0, 0.0])
         table = torch.arange(64, dtype=torch.int32) * 1000
         given = ([0, 20, 24, 40], values, values.to(torch.bfloat16), 0.5, lines, out)
+        before = [x.clone() for x in (values, *lines)] if away else []
+        for x in (values, *lines) if away else ():
+            x[:20].fill_(7.0)  # what is stepped
+            x[24:].fill_(7.0)
         with torch.no_grad():
-            form(*arguments, *given, scratch, bits, table, [3, 5], 16, [values])
+            form(*arguments, *given, scratch, bits, table, [3, 5], 16, [values], before)
         results.append([values, out, *lines])
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return all(torch.equal(a, b) for every in results[1:] for a, b in zip(results[0], every, strict=True))

@@ -277,8 +277,8 @@ def find_need_of_whole(optimizer: torch.optim.Optimizer) -> str:
 
 
 def read_settings(group: Mapping[str, Any]) -> Settings:
-    """Read the settings of a param group as they are now."""
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+    """Read the settings of a param group as they are now; what is changed in place later does not change them."""
+    return {k: v.clone() if isinstance(v, Tensor) else _copy_own(v) for k, v in group.items() if k != "params"}
 
 
 def _copy(scalars: Scalars) -> dict[str, Any]:

@@ -7,7 +7,8 @@ ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840). In one step:
           back on another queue, while other blocks pass through the device (see `device.py`); this returns at once
   wait    the next forward waits for the units one by one, as it comes to them
 
-With a delayed update (the paper's one-step delay) a step's gradients are applied while the next step computes.
+With a delayed update (the paper's one-step delay) a step's gradients are applied while the next step computes. With
+steps ahead the CPU steps its blocks of a unit as their gradient arrives, and `step` takes that over (see `ahead.py`).
 
 On a GPU a queue is a CUDA stream and a mark is an event; on the CPU work is done at once. What runs on them is the same
 code, so its order can be tested without a GPU.
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from unisono.background import SerialQueue
+from unisono.methods.offload.ahead import Guess, StepsAhead, Work
 from unisono.methods.offload.blocks import Block, Run, Shard
 from unisono.methods.offload.device import (
     STAGING_BUFFERS,
@@ -159,7 +161,7 @@ class _Transit:
 
     border: int  # the CPU steps the elements before it, the device the others
     sent: list[Tensor]  # on the host: gradients, then the new values
-    values: list[Tensor]  # on the host: the new values; `sent` where the dtype is the same
+    values: list[Tensor]  # on the host: the new values; `sent` where the dtype is the same, unless gradients must stay
     kept: list[Tensor]  # on the device: the gradient of what is stepped there
     shadow: Tensor | None  # new values that wait for the end of the step
 
@@ -178,6 +180,7 @@ class _Update:
     scale_read: Mark
     marks: dict[int, list[Mark]]
     ready: dict[int, threading.Event]
+    ahead: dict[int, Guess]  # units that have been stepped, or are about to be, before this step was asked for
     at: int = 0  # the next of the CPU's blocks
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -190,7 +193,8 @@ class Pipeline:
     number: its share of it). The same settings step every element in the same place, so a resumed run repeats itself.
     `gradients`: the dtype in which gradients are kept until they are used, that of `compute` by default.
     `shards` lose their `master` as it is taken over, so that both need not be in memory at once.
-    `delayed`: `step` may delay. An error of the background thread is raised by the next call of any kind.
+    `delayed`: `step` may delay. `ahead`: units are stepped as their gradients arrive, in memory for a second copy of
+    their state. An error of the background thread is raised by the next call of any kind.
 
     >>> compute = torch.zeros(4, dtype=torch.bfloat16)
     >>> optimizer = torch.optim.SGD([torch.zeros(4)], lr=0.5)
@@ -213,6 +217,7 @@ class Pipeline:
         gradients: torch.dtype | None = None,
         disk: Disk | None = None,
         delayed: bool = False,
+        ahead: bool = False,
         resident: AbstractSet[int] = frozenset(),
         gpu_share: bool | float = True,
         threads: int | None = None,
@@ -230,14 +235,18 @@ class Pipeline:
             raise ValueError(f"gpu_share is True, False or a share from 0 to 1, got {gpu_share!r}")
         disks = {u for u, shard in enumerate(shards) if shard.home == "disk"}
         spans = cut([shard.length for shard in shards], share=share, resident=resident, disk=disks, block=block)
-        self.stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads)
+        if delayed and ahead:
+            raise ValueError("got delayed=True and ahead=True: a delayed step has time while the next one computes")
+        self.stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads, ahead=ahead)
         self._shards = list(shards)
         self._make_blocks(spans, moments, buffers)
-        self._transits = self._make_transits(gradients)
+        self._transits = self._make_transits(gradients, ahead)
         self._arrived: dict[int, Mark] = {}
         self._count = 0
         self._update: _Update | None = None
         self._lane = SerialQueue("unisono-offload")
+        mine = [block for block in self._host if block.home == "cpu"]
+        self.ahead = StepsAhead(self.stepper, self._lane, mine, self._find_work) if ahead else None
         self.streams.now().wait()  # what the current stream has filled so far is used in other queues
 
     # Making it --------------------------------------------------------------------------------------------
@@ -271,21 +280,23 @@ class Pipeline:
             if b == shard.length:
                 shard.master = None
 
-    def _make_transits(self, gradients: torch.dtype | None) -> list[_Transit]:
-        """Take all host memory that the device copies, in one piece, at the start."""
+    def _make_transits(self, gradients: torch.dtype | None, ahead: bool) -> list[_Transit]:
+        """Take all host memory that the device copies, in one piece, at the start. `ahead`: new values do not take the
+        gradients' place, from which a unit may have to be stepped again."""
         sides, made = 2 if self.delayed else 1, []
         borders = [max((b.stop for b in self._host if b.unit == u), default=0) for u in range(len(self._shards))]
         units = [(n, s.compute, gradients or s.compute.dtype) for n, s in zip(borders, self._shards, strict=True)]
+        aparts = [ahead or dtype != compute.dtype for _, compute, dtype in units]
         rooms = [
-            Slab.bytes_for(n, kind) for n, compute, dtype in units for kind in dict.fromkeys((dtype, compute.dtype))
+            Slab.bytes_for(n, dtype) + (Slab.bytes_for(n, compute.dtype) if apart else 0)
+            for (n, compute, dtype), apart in zip(units, aparts, strict=True)
         ]
         self._slab = Slab(
             Slab.bytes_for(1, torch.float64) + sides * sum(rooms), pinned=self.streams.device.type == "cuda"
         )
         self._scale = self._slab.take_line(1, torch.float64)
-        for n, compute, dtype in units:
+        for (n, compute, dtype), apart in zip(units, aparts, strict=True):
             sent = [self._slab.take_line(n, dtype) for _ in range(sides)]
-            apart = dtype != compute.dtype
             values = [self._slab.take_line(n, compute.dtype) for _ in range(sides)] if apart else sent
             kept = [torch.zeros(compute.numel() - n, dtype=dtype, device=compute.device) for _ in range(sides)]
             made.append(_Transit(n, sent, values, kept, torch.empty_like(compute) if self.delayed else None))
@@ -329,6 +340,8 @@ class Pipeline:
             sent = transit.sent[side]
             mark = self._down.run(lambda: sent.copy_(gradient[: transit.border], non_blocking=True), after=[mark])
         self._arrived[u] = mark
+        if self.ahead is not None:
+            self.ahead.begin(u, mark)
         return mark
 
     def step(
@@ -345,8 +358,9 @@ class Pipeline:
         self._complete()
         scale = scale.detach() if isinstance(scale, Tensor) else float(scale)
         start = self.streams.now()
+        settings = self.stepper.begin()
         update = _Update(
-            settings=self.stepper.begin(),
+            settings=settings,
             side=self._count % (2 if self.delayed else 1),
             delayed=delay,
             scale=scale,
@@ -356,6 +370,7 @@ class Pipeline:
             scale_read=self._read_scale(scale, start),
             marks={u: [] for u in self._arrived},
             ready={u: threading.Event() for u in self._arrived},
+            ahead={} if self.ahead is None else self.ahead.claim(settings, scale, absent or {}),
         )
         self._update, self._arrived = update, {}
         self._count += 1
@@ -423,15 +438,26 @@ class Pipeline:
                 event.set()
 
     def _start_block(self, block: Block, update: _Update, scale: float) -> Callable[[], None]:
+        if block.unit in update.ahead:
+            return update.ahead[block.unit].find_take(block)
         absent = clip_ranges(update.absent.get(block.unit, ()), block.start, block.stop)
         gradient = self._transits[block.unit].sent[update.side][block.start : block.stop]
         out = self._out(block, update)
         return self.stepper.start(block.index, gradient, out, scale=scale, absent=absent, settings=update.settings)
 
+    def _find_work(self, block: Block, absent: Ranges) -> Work:
+        """What it takes to step a block ahead."""
+        transit, here = self._transits[block.unit], slice(block.start, block.stop)
+        return Work(transit.sent[0][here], transit.values[0][here], clip_ranges(absent, block.start, block.stop))
+
+    def _is_direct(self, u: int, update: _Update) -> bool:
+        """Whether the CPU writes new values where they compute: if it reaches that memory, and they may be seen."""
+        return self.streams.immediate and u not in update.ahead
+
     def _out(self, block: Block, update: _Update) -> Tensor:
-        """Where the CPU writes new values: where they compute, if it reaches that memory."""
-        immediate = self.streams.immediate
-        line = self._target(block.unit, update) if immediate else self._transits[block.unit].values[update.side]
+        """Where the CPU writes new values."""
+        u = block.unit
+        line = self._target(u, update) if self._is_direct(u, update) else self._transits[u].values[update.side]
         return line[block.start : block.stop]
 
     def _end_block(self, block: Block, end: Callable[[], None], update: _Update) -> None:
@@ -440,7 +466,7 @@ class Pipeline:
         out = self._out(block, update)
         for low, high in self._padding[block]:
             out[low:high].zero_()
-        if not self.streams.immediate:
+        if not self._is_direct(block.unit, update):
             target = self._target(block.unit, update)[block.start : block.stop]
             mark = self._up.run(lambda: target.copy_(out, non_blocking=True), after=[update.start])
             update.marks[block.unit].append(mark)
@@ -496,7 +522,7 @@ class Pipeline:
         if update is None or not update.ended.wait(0) or update.error is None:
             return
         self.stepper.flush()
-        update.error = None
+        update.error, update.ahead = None, {}
         update.ended.clear()
         self._lane.submit(lambda: self._step_host(update))
         self.finish()
@@ -508,6 +534,8 @@ class Pipeline:
     def close(self) -> None:
         """Wait for what is under way, end the threads and give the memory back."""
         marks = list(self._arrived.values())
+        if self.ahead is not None:
+            self.ahead.close()
         if self._update is not None:
             self._update.ended.wait(_CLOSE_S)
             marks += [mark for some in self._update.marks.values() for mark in some]
@@ -525,6 +553,8 @@ class Pipeline:
     def shard(self, u: int) -> Shard:
         """The state of unit `u`, to be read and set: all steps are done."""
         self.finish()
+        if self.ahead is not None:
+            self.ahead.wait(u)
         return self._shards[u]
 
     def values(self, u: int) -> Tensor:

@@ -43,7 +43,7 @@ class Stepper:
     """Steps the optimizer over blocks, one at a time, in place.
 
     `moments=torch.bfloat16` keeps the state lines in 16 bits, rounded at random in proportion (`seed`), and computes in
-    the precision of the block.
+    the precision of the block. `ahead`: blocks in memory have a second copy of their lines, for `start_ahead`.
 
     >>> values = torch.zeros(8)
     >>> optimizer = torch.optim.SGD([values], lr=0.5)
@@ -65,6 +65,7 @@ class Stepper:
         threads: int | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
         seed: int = 0,
+        ahead: bool = False,
     ) -> None:
         if moments not in (torch.float32, torch.bfloat16):
             raise ValueError(f"got moments={moments}: expected torch.float32 or torch.bfloat16")
@@ -76,7 +77,7 @@ class Stepper:
         self._moments = moments
         self._rounding = Rounding(seed, torch.device("cpu"))
         self._workers = _Workers(threads)
-        self._disk, self._chunk_elements = disk, chunk_elements
+        self._disk, self._chunk_elements, self._ahead = disk, chunk_elements, ahead
         self._settings: StepSettings | None = None
         self._unfinished: dict[int, int] = {}  # blocks whose step an error broke off, with the next chunk to step
         self._lock = threading.RLock()
@@ -89,7 +90,7 @@ class Stepper:
         if block.home == "cpu":
             assert block.master is not None
             lines = {name: torch.full((block.length,), x, dtype=block.dtypes[name]) for name, x in block.first.items()}
-            block.chunks = [MemoryChunk({"master": block.master.detach(), **lines})]
+            block.chunks = [MemoryChunk({"master": block.master.detach(), **lines}, twice=self._ahead)]
         else:
             if self._disk is None:
                 raise ValueError('a block has home="disk" but no disk: Stepper(..., disk=Disk(folder, nbytes))')
@@ -101,9 +102,13 @@ class Stepper:
 
     def begin(self) -> StepSettings:
         """Begin a step: the groups' settings as they are now hold for it, whatever a scheduler changes meanwhile."""
-        self.steps += 1
-        self._settings = StepSettings([read_settings(group) for group in self.optimizer.param_groups], self.steps)
+        self._settings = self.foresee()
+        self.steps = self._settings.step
         return self._settings
+
+    def foresee(self) -> StepSettings:
+        """What `begin` would return now."""
+        return StepSettings([read_settings(group) for group in self.optimizer.param_groups], self.steps + 1)
 
     def step(self, index: int, gradient: Tensor, out: Tensor | None = None, **settings: Any) -> None:
         """Step one block: `start`, and wait."""
@@ -132,11 +137,7 @@ class Stepper:
             if settings is None:
                 raise RuntimeError("call begin() before the first step: it reads the optimizer's settings")
             block = self.blocks[index]
-            _check_line("gradient", gradient, block.length)
-            if out is not None:
-                _check_line("out", out, block.length)
-            batches = block.steps.batches(absent, self._rule, settings.groups)
-            self._check_state(block, settings)
+            batches = self._find_batches(block, gradient, out, absent, settings)
             begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale))
             if block.home == "cpu":
                 return partial(self._finish, block, batches, begin(block.chunks[0]))
@@ -150,6 +151,42 @@ class Stepper:
             block.steps.advance(batches)
             return lambda: None
 
+    def start_ahead(
+        self, index: int, gradient: Tensor, out: Tensor, absent: Iterable[tuple[int, int]], *, settings: StepSettings
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Begin to step a block in memory into the second copy of its lines: as `start` would, but its state stays as
+        it is. Returns two calls: to wait for the end, and then, if at all, to let the step have happened."""
+        with self._lock:
+            block = self.blocks[index]
+            batches = self._find_batches(block, gradient, out, absent, settings)
+            chunk = block.chunks[0]
+            assert isinstance(chunk, MemoryChunk)
+            into = chunk.open_others()
+            wait = self._begin_chunk(block, batches, settings, gradient, out, 1.0, chunk, into)
+        return wait, partial(self._take, block, batches, chunk)
+
+    def _take(self, block: Block, batches: Sequence[Batch], chunk: MemoryChunk) -> None:
+        with self._lock:
+            chunk.swap()
+            block.master = None  # it is not the one that was given, from here on
+            block.steps.advance(batches)
+
+    def _find_batches(
+        self,
+        block: Block,
+        gradient: Tensor,
+        out: Tensor | None,
+        absent: Iterable[tuple[int, int]],
+        settings: StepSettings,
+    ) -> list[Batch]:
+        """What one step of a block does; refuses what it cannot."""
+        _check_line("gradient", gradient, block.length)
+        if out is not None:
+            _check_line("out", out, block.length)
+        batches = block.steps.batches(absent, self._rule, settings.groups)
+        self._check_state(block, settings)
+        return batches
+
     def _begin_chunk(
         self,
         block: Block,
@@ -159,21 +196,23 @@ class Stepper:
         out: Tensor | None,
         scale: float,
         chunk: Chunk,
+        into: Mapping[str, Tensor] | None = None,
     ) -> Callable[[], None]:
+        """`into`: lines that are written, instead of the chunk's own."""
         start, stop = chunk.start, chunk.stop
         cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
-        lines, places = chunk.open(), dict.fromkeys(block.first, 0)
+        lines, places = ChunkLines(chunk.open(), into), dict.fromkeys(block.first, 0)
         if self._moments == torch.bfloat16:
             places = {
                 k: start + self._rounding.find_place(settings.step, block.index, i) for i, k in enumerate(block.first)
             }
-        mine, into = gradient[start:stop], None if out is None else out[start:stop]
+        mine, new = gradient[start:stop], None if out is None else out[start:stop]
         make = _make_fused_step if self._rule.has_kernel else _make_own_step
         steps = {
-            i: make(batch.step, lines, mine, into, scale, self._rounding.table, places)
+            i: make(batch.step, lines, mine, new, scale, self._rounding.table, places)
             for i, batch in enumerate(batches)
         }
-        return self._workers.start({**steps, IDLE: partial(_copy_out, lines["master"], into)}, cells)
+        return self._workers.start({**steps, IDLE: partial(_copy_out, lines, new)}, cells)
 
     def _finish(self, block: Block, batches: Sequence[Batch], wait: Callable[[], None]) -> None:
         wait()
@@ -249,14 +288,29 @@ def _check_line(what: str, line: Tensor, length: int) -> None:
 StepSpans = Callable[["_Worker", Spans], None]
 
 
+class ChunkLines:
+    """The lines of a chunk as they are before a step, and where it writes them: there too, if not elsewhere."""
+
+    def __init__(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor] | None) -> None:
+        self.old, self.new = old, old if new is None else new
+
+    def carry(self, names: Iterable[str], spans: Spans) -> None:
+        """Take elements over that are not stepped, or are to be stepped in place."""
+        for name in names if self.new is not self.old else ():
+            for low, high in zip(spans[::2], spans[1::2], strict=True):
+                self.new[name][low:high].copy_(self.old[name][low:high])
+
+
 def _make_fused_step(
-    now: GroupStep, lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
+    now: GroupStep, lines: ChunkLines, gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
     places: Mapping[str, int],
 ) -> StepSpans:  # fmt: skip
     assert now.kernel is not None
-    kept, master = now.lines, lines["master"]
+    kept, master = now.lines, lines.new["master"]
     head = (*now.kernel, now.scalars.get("step", master), now.is_fresh, list(kept.values()))
-    state = [lines[name] for name in kept]
+    state = [lines.new[name] for name in kept]
+    before = [lines.old[name] for name in ("master", *kept)] if lines.new is not lines.old else []
+    others = lines.new.keys() - {"master", *kept}
     narrow = any(line.dtype != master.dtype for line in state)
     begins = [places[name] for name in kept]
 
@@ -265,25 +319,27 @@ def _make_fused_step(
         size = min(worker.tile, spans[-1] - spans[0])
         scratch = [worker.scratch(i, size, master.dtype) for i in range(1 + len(state))]
         bits = [line.view(torch.int32) for line in scratch[1:]] if narrow else []
+        lines.carry(others, spans)
         worker.step_tiles(
-            *(*head, spans, master, gradient, scale, state, out, scratch, bits, table, begins, size, [master])
+            *(*head, spans, master, gradient, scale, state, out, scratch, bits, table, begins, size, [master], before)
         )
 
     return step
 
 
 def _make_own_step(
-    now: GroupStep, lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
+    now: GroupStep, lines: ChunkLines, gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
     places: Mapping[str, int],
 ) -> StepSpans:  # fmt: skip
     def step(worker: _Worker, spans: Spans) -> None:
+        lines.carry(lines.new, spans)
         for low, high in zip(spans[::2], spans[1::2], strict=True):
             step_span(worker, low, high)
 
     def step_span(worker: _Worker, low: int, high: int) -> None:
-        n, master = high - low, lines["master"][low:high]
+        n, master = high - low, lines.new["master"][low:high]
         grad = worker.scratch(0, n, master.dtype)[:n].copy_(gradient[low:high]).mul_(scale)
-        wide = {name: lines[name][low:high] for name in now.lines}
+        wide = {name: lines.new[name][low:high] for name in now.lines}
         narrow = any(line.dtype != master.dtype for line in wide.values())
         if narrow:
             wide = {k: worker.scratch(i + 1, n, master.dtype)[:n].copy_(x) for i, (k, x) in enumerate(wide.items())}
@@ -291,18 +347,19 @@ def _make_own_step(
         if narrow:
             for name, line in wide.items():
                 round_bits(line.view(torch.int32), table, places[name] + low)
-                lines[name][low:high].copy_(line)
+                lines.new[name][low:high].copy_(line)
         if out is not None:
             out[low:high].copy_(master)
 
     return step
 
 
-def _copy_out(master: Tensor, out: Tensor | None, _worker: _Worker, spans: Spans) -> None:
+def _copy_out(lines: ChunkLines, out: Tensor | None, _worker: _Worker, spans: Spans) -> None:
     """Copy the values of elements without a gradient out as they are."""
+    lines.carry(lines.new, spans)
     if out is not None:
         for low, high in zip(spans[::2], spans[1::2], strict=True):
-            out[low:high].copy_(master[low:high])
+            out[low:high].copy_(lines.new["master"][low:high])
 
 
 # Values that rest elsewhere ------------------------------------------------------------------------------------------

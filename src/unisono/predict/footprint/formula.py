@@ -14,6 +14,7 @@ its reduced gradient (m = 0 where the master is the computing copy itself):
       on one host's CPUs c T/N + (m + o + g) T/N         values lie once for all its workers
     stage 3            (c + m + o + g) T/N               + units gathered + gradients on their way
     optimizer_on=cpu   m + o, and c for gradients: host  half of it passes through a GPU, which keeps those gradients
+      step_ahead       m + o and c again: host           of what does not pass through a GPU
     optimizer_on=disk  m + o: disk                       host: c for gradients, and bounded buffers
     params_on=cpu      c T/N of stage 3: host            and gradients: c (g where several passes add up)
     params_on=disk     the master is read: nothing more  host: gradients as above, and bounded buffers
@@ -280,12 +281,12 @@ def _compute_elsewhere(keeps: Keeps, sizes: _Sizes, largest: int, *, staged: flo
     gradient = sizes.compute if passes == 1 else sizes.step
     if keeps.params_on == "device":  # gradients as they come, in whose place the new values go back
         sides = 2 if keeps.delayed_update else 1
-        slab = gradient + (sizes.compute if gradient != sizes.compute else 0)
+        slab = gradient + (sizes.compute if gradient != sizes.compute or keeps.step_ahead else 0)
         lines = sides * slab * sizes.shard * (1 - staged)
     else:  # gradients, and on the host the values that compute
         lines = (gradient + (sizes.compute if keeps.params_on == "cpu" else 0)) * sizes.shard
     if keeps.optimizer_on == "cpu":
-        return lines + sizes.state, 0
+        return lines + sizes.state * (1 + keeps.step_ahead * (1 - staged)), 0
     buffers = CHUNK_BUFFERS * min(CHUNK_ELEMENTS, largest) * sizes.state / max(1, sizes.shard)
     buffers += (sizes.step + sizes.compute) * largest if keeps.params_on == "disk" else 0  # read, to be gathered
     return lines + min(buffers, sizes.state), sizes.state

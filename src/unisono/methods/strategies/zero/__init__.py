@@ -50,6 +50,10 @@ FACTS = Facts(
         "unit_bytes=0": "unit_bytes",
         "buffers=sometimes": "buffers",
         "spare=True, optimizer_on=cpu": "stepped together",
+        "step_ahead=True": "step_ahead needs optimizer_on='cpu'",
+        "step_ahead=True, optimizer_on=disk": "step_ahead needs optimizer_on='cpu'",
+        "step_ahead=True, optimizer_on=cpu, stage=3, params_on=cpu": "params_on='device'",
+        "step_ahead=True, optimizer_on=cpu, delayed_update=True": "delayed_update",
         "gather=int4": "gather",
         "gather=int8, optimizer_on=cpu": "gather='int8' needs optimizer_on='device'",
         "reducer=powersgd": "no meaning for shards",
@@ -79,6 +83,8 @@ class zero(Strategy):
         device goes on; "disk" keeps on disk what does not fit (ZeRO-Offload, ZeRO-Infinity).
     params_on: "cpu" or "disk" (stage 3): the parameters too, which come when a module needs them.
     delayed_update: a step's gradients are applied while the next one computes, after `delay_after` steps.
+    step_ahead: the host steps a unit as soon as its gradient has come, while backward goes on; what clipping or the
+        like then changes is stepped again from the old values. Takes the state's host memory twice.
     device_memory: such as "18GiB": state for which there is room on the device stays there.
     host_memory: how much host memory the optimizer's state may take; the rest goes to disk (optimizer_on="disk").
     spill: the share of the state that goes to disk, instead. Without both, all of it.
@@ -105,6 +111,7 @@ class zero(Strategy):
     unit_bytes: Annotated[int | None, AtLeast(1, "bytes a unit")] = None
     delayed_update: bool = False
     delay_after: Annotated[int, AtLeast(0, "steps")] = 40
+    step_ahead: bool = False
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     spill: float | None = None
@@ -120,11 +127,12 @@ class zero(Strategy):
         self._check_places()
         self._check_groups()
         kinds = find_kinds(optimizer)  # refuses what cannot be split
-        if "tensors" in kinds.values() and (self.optimizer_on == "disk" or self.delayed_update):
-            asked = "optimizer_on='disk'" if self.optimizer_on == "disk" else "delayed_update=True"
+        places = {"optimizer_on='disk'": self.optimizer_on == "disk", "delayed_update=True": self.delayed_update}
+        asked = [setting for setting, is_set in {**places, "step_ahead=True": self.step_ahead}.items() if is_set]
+        if "tensors" in kinds.values() and asked:
             raise ValueError(
-                f"zero({asked}) steps parts of tensors, {describe_optimizer(optimizer)} has to step whole ones: use "
-                "optimizer_on='cpu', which steps them in the host's memory"
+                f"zero({asked[0]}) steps parts of tensors, {describe_optimizer(optimizer)} has to step whole ones: use "
+                "optimizer_on='cpu' alone, which steps them in the host's memory"
             )
         if world.size > 1:
             refuse_common_memory(model, "zero")
@@ -182,6 +190,11 @@ class zero(Strategy):
             raise ValueError("moments='bf16' needs optimizer_on='cpu' or 'disk'")
         if self.delayed_update and (self.optimizer_on == "device" or self.params_on != "device"):
             raise ValueError("delayed_update needs optimizer_on='cpu' or 'disk', and params_on='device'")
+        if self.step_ahead and (self.optimizer_on != "cpu" or self.params_on != "device" or self.delayed_update):
+            raise ValueError(
+                "step_ahead needs optimizer_on='cpu' and params_on='device', without delayed_update: a unit is stepped "
+                "in host memory, where there is a second copy of its state, before optimizer.step() asks for it"
+            )
         if self.spare and self.optimizer_on != "device":
             raise ValueError(
                 f"spare=True needs optimizer_on='device', got {self.optimizer_on!r}: the copy of another rank's part "

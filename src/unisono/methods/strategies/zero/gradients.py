@@ -182,7 +182,8 @@ class ShardedGradients:
     def factor(self, units: Collection[Unit]) -> float:
         """What the gradients of these units, which left, are to be multiplied by."""
         every = zip(self.places, self._factors, self.used, strict=True)
-        found = {factor for (unit, _), factor, used in every if used and unit in units}
+        chosen = [factor for (unit, _), factor, used in every if used and unit in units]
+        found = {math.nan if math.isnan(factor) else factor for factor in chosen}  # that of clipping by such a norm
         if len(found) > 1:
             raise ValueError(
                 "the gradients of this window were multiplied by different numbers after they had left for the host: "

@@ -131,6 +131,7 @@ class Offloading:
             gradients=None if self.strategy.accumulate == 1 else self.units[0].master_dtype,
             disk=self._disk,
             delayed=self.strategy.delayed_update,
+            ahead=self.strategy.step_ahead,
             resident=self.placement.resident,
         )
 
@@ -382,15 +383,23 @@ class Placement:
         """
         sizes = [self._state_bytes(unit) for unit in self._units]
         needed = sum(size for size, home in zip(sizes, self.homes, strict=True) if home == "cpu") - on_device_bytes
+        if self._strategy.step_ahead:
+            needed *= 2 - self._staged_share()
         free = available_bytes() + waiting_bytes
         if self._strategy.host_memory is not None:
             free = min(free, parse_size(self._strategy.host_memory))
         if needed > free:
             spill = min(1.0, round(1 - 0.8 * free / max(1, sum(sizes)) + 0.005, 2))
+            twice, once = ("doubled ", "step_ahead=False, ") if self._strategy.step_ahead else ("", "")
             raise ValueError(
-                f"the optimizer's state of {show_size(needed)} does not fit into the {show_size(free)} of host memory "
-                f"that this worker has: use more workers, moments='bf16', or optimizer_on='disk', spill={spill}"
+                f"the optimizer's {twice}state of {show_size(needed)} does not fit into the {show_size(free)} of host "
+                f"memory that this worker has: use {once}more workers, moments='bf16', or optimizer_on='disk', "
+                f"spill={spill}"
             )
+
+    def _staged_share(self) -> float:
+        """The share of the state on the host that passes through the device, which steps it."""
+        return staged_share(max(1, torch.get_num_threads() - 1)) if self._device.type == "cuda" else 0.0
 
     def _most_on_device(self) -> float:
         """Bytes of state that may be on the device at most: what a step takes is not known yet."""
@@ -410,7 +419,7 @@ class Placement:
         return resident_units(
             lengths,
             _USABLE * parse_size(s.device_memory) - torch.cuda.max_memory_allocated(self._device),
-            share=staged_share(max(1, torch.get_num_threads() - 1)),
+            share=self._staged_share(),
             state_bytes=math.ceil(state),
             gradient_bytes=first.dtype.itemsize if s.accumulate == 1 else first.master_dtype.itemsize,
             delayed=s.delayed_update,

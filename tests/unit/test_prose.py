@@ -57,6 +57,35 @@ def test_a_page_has_none_of_the_patterns(name: str) -> None:
     assert find_patterns(Path(ROOT / name).read_text(encoding="utf-8")) == []
 
 
+THREE_SCREENS = 150  # lines of 110 characters, blank ones left out
+
+
+def count_lines(text: str) -> int:
+    return sum(-(-len(line) // 110) for line in text.splitlines())
+
+
+def list_summary(text: str) -> list[str]:
+    """Links to sections of the page itself, in a table or a list before the second section."""
+    top = "\n## ".join(text.split("\n## ")[:2])
+    rows = re.findall(r"^ *(?:\||[-*] |\d+\. ).*(?:\n +\S.*)*", top, re.MULTILINE)
+    return [anchor for row in rows for anchor in re.findall(r"\]\(#([\w-]+)\)", row)]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/index.md"])  # which is a list of links
+def test_a_page_beyond_three_screens_begins_with_a_summary(name: str) -> None:
+    text = Path(ROOT / name).read_text(encoding="utf-8")
+    if (lines := count_lines(text)) > THREE_SCREENS:
+        assert len(list_summary(text)) >= 3, f"{lines} lines: a table or list at the top, with links to the parts"
+
+
+def test_a_summary_is_links_to_sections_in_a_table_or_a_list_at_the_top() -> None:
+    head, rest = "# Title\n\nText with [a link](#one).\n\n", "\n\n## One\n\nText.\n\n## Two\n\n| [late](#one) |\n"
+    assert list_summary(head + rest) == []
+    assert list_summary(f"{head}| how | [One](#one), [Two](#two) |{rest}") == ["one", "two"]
+    assert list_summary(f"{head}- see\n  [One](#one) and [elsewhere](other.md#two){rest}") == ["one"]
+    assert count_lines("a" * 111 + "\n\nb\n") == 3
+
+
 def test_the_help_of_run_has_none_and_begins_with_the_five_common_options() -> None:
     [commands] = [action.choices for action in make_parser()._actions if isinstance(action.choices, dict)]
     run = commands["run"]

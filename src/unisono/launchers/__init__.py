@@ -41,7 +41,7 @@ def launch(
         workers: how many processes.
         args, kwargs: what `fn` is called with; copied to the workers.
         on: the engine that starts the workers, such as `un.on.mpi()`; None for this host.
-        threads: computing threads a worker; default: the usable cores divided among the workers.
+        threads: computing threads per worker; default: the usable cores divided among the workers.
         output: "auto" and "prefix" show the workers' lines with the rank in front, "rank0" only rank 0's lines,
             "files" writes unisono-output/rank-0.out and so on.
         timeout_s: stop the workers and raise TimeoutError after so many seconds.

@@ -354,7 +354,7 @@ class Trainer:
         if self.world.rank == 0:
             print(
                 f"unisono: preempted at step {self.replica.step}, saved to {self.checkpoint}; "
-                "run the same command to go on",
+                "run the same command to resume",
                 file=sys.stderr,
             )
         raise SystemExit(sigterm.PREEMPTED)
@@ -402,7 +402,7 @@ class Trainer:
             if name in extra:
                 part.load_state_dict(extra[name])
             elif self.world.rank == 0:
-                warnings.warn(f"{loaded.path} was saved without {name}: it starts anew", stacklevel=3)
+                warnings.warn(f"{loaded.path} was saved without {name}: it starts from the beginning", stacklevel=3)
         self.history = History(extra["rows"], stopped_early=extra["stopped"])
         unknown = math.nan if extra["sums"]["samples"] else 0.0  # of a metric that is new, in an epoch cut through
         counted = [extra["sums"].get(name, unknown) for name in self._sum_names]

@@ -58,8 +58,8 @@ def mesh(
     world = world if world is not None else join()
     if world.elastic is not None:
         raise ValueError(
-            "a mesh needs every rank: in a run whose workers come and go there is no one to take a lost stage's place. "
-            "Start it without --least"
+            "a mesh needs every rank, and in an elastic run nobody can take a lost stage's place: use a fixed number "
+            "of workers (-n N)"
         )
     if world.transport is not None and world.transport.name == "simulated":  # of which only this rank exists
         return Mesh(world, (world.size, 1, 1), backend)

@@ -55,8 +55,8 @@ def split_stages(
     allowed = measured.find_cuts()
     if len(allowed) < stages - 1:
         raise ValueError(
-            f"{stages} stages need {stages - 1} places to cut, and forward has {len(allowed)} where all that goes on "
-            "are tensors with gradients"
+            f"{stages} stages need {stages - 1} places to cut, and forward has {len(allowed)} at which "
+            "only tensors with gradients are passed on"
         )
     cuts = cut_evenly(seconds, stages, allowed, learning=[_learns(node, model) for node in steps])
     bounds = [0, *cuts, len(steps)]

@@ -456,8 +456,8 @@ class Healing:
         source = max(range(self.world.size), key=lambda r: (*(every[r][what] for what in _FURTHEST), -r))
         if every[source]["commits"] < 0:
             raise StateLost(
-                "the workers that had all of the model were lost while the others were being given it: start the run "
-                "anew from its last checkpoint"
+                "all workers with the whole model were lost while they sent it to the others: restart the run "
+                "from its last checkpoint"
             )
         self._refuse_strangers(every, source)
         behind = every[source]["commits"] > self.commits or joins

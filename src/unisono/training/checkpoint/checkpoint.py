@@ -130,7 +130,7 @@ def save(
 
 
 def _describe_none(place: Place) -> str:
-    return f"no checkpoint was written to {place}, the former ones are as they were"
+    return f"no checkpoint was written to {place}, earlier checkpoints are unchanged"
 
 
 def _save(saving: _Saving) -> str:
@@ -143,7 +143,9 @@ def _save(saving: _Saving) -> str:
     except BaseException as error:
         saving.discard()
         if isinstance(error, PeerLost):  # in the last phase, rank 0 may have come as far as the name
-            unsure = f"it is not known whether the checkpoint was written to {saving.root}, the former ones are whole"
+            unsure = (
+                f"it is not known whether the checkpoint was written to {saving.root}, earlier checkpoints are intact"
+            )
             raise PeerLost(f"{none if files is None else unsure}: {error}") from error
         raise
     finally:
@@ -348,7 +350,7 @@ class _Saving:
         except Exception as error:
             self._tell_failure(error)
             if parts.ranks_changed:  # a disk that was closed for the new world, say
-                raise Lost(f"ranks have come or gone ({shorten(error)})") from error
+                raise Lost(f"ranks have joined or left ({shorten(error)})") from error
             raise
         finally:
             self.close()
@@ -534,7 +536,7 @@ def _apply_average(saved: Any, replica: Savable) -> None:
     if average is not None:
         average.load(saved)
         if saved is None:
-            problem = "it holds no average of the weights: the average starts afresh with the next step that counts"
+            problem = "it holds no average of the weights: the average restarts with the next step that counts"
     elif saved is not None:
         problem = (
             f"it holds an average of the weights (decay={saved['decay']!r}, {saved['updates']} updates), and this run "

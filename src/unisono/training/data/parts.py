@@ -95,7 +95,7 @@ class Source(IterableDataset[Any]):
             raise RuntimeError(
                 f"{part.path} has changed since this run began to read it: it had {noted[0]} bytes and has {now[0]}"
                 f"{'' if noted[0] != now[0] else ', with another time of change'}. What was read of it is not known "
-                "any more: keep the files of a run as they are, and start afresh with others."
+                "any more: keep the files of a run as they are, and start a new run with others."
             )
 
     # As a dataset by itself, in one process or in those of a DataLoader
@@ -143,7 +143,7 @@ class Mix(Source):
         self.shuffles = any(source.shuffles for source in sources.values())
 
     def parts(self) -> list[Part]:
-        raise TypeError("un.mix is read by un.shard(un.mix(...), batch_size=...), and not by itself")
+        raise TypeError("un.mix is read by un.shard(un.mix(...), batch_size=...), not iterated directly")
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name} {weight:.3g}" for name, weight in self.weights.items())

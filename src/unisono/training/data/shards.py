@@ -523,7 +523,7 @@ class Shard:
             if state[key] != ours:
                 raise ValueError(
                     f"{self.name} was saved with {key}: {state[key]}, but is now made with {key}: {ours}. "
-                    "Give the data and settings it was saved with, or start afresh under another name=."
+                    "Give the data and settings it was saved with, or start again under another name=."
                 )
         epoch, batch = check_whole_number(state["epoch"], "epoch"), check_whole_number(state["batch"], "batch")
         if batch and self._counts != (counts := list(state.get("counts", []))):

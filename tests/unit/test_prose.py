@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,9 +40,9 @@ LEFT_OUT = {"CHANGELOG.md", "docs/style.md"}
 PAGES = [
     name
     for page in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
-    if (name := page.relative_to(ROOT).as_posix()) not in LEFT_OUT
-    and not name.startswith(("docs/decisions/", "docs/_build/"))
+    if (name := page.relative_to(ROOT).as_posix()) not in LEFT_OUT and not name.startswith("docs/_build/")
 ]
+LISTS = {"docs/index.md"}  # of links: its own summary
 
 
 def find_patterns(text: str) -> list[str]:
@@ -57,6 +59,39 @@ def test_a_page_has_none_of_the_patterns(name: str) -> None:
     assert find_patterns(Path(ROOT / name).read_text(encoding="utf-8")) == []
 
 
+def list_texts(file: Path) -> Iterator[str]:
+    """The strings of a module that are sentences; docstrings are for readers of the code."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    documented = (node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    left_out = {id(node.body[0].value) for node in documented if node.body and isinstance(node.body[0], ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            left_out |= set(map(id, node.values))
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+            yield node.value
+
+
+def test_messages_have_none_of_the_patterns() -> None:
+    found = {
+        f"{file.relative_to(ROOT)}: {wrong}"
+        for file in (ROOT / "src").rglob("*.py")
+        for text in list_texts(file)
+        if text.count(" ") >= 2
+        for wrong in find_patterns(text)
+    }
+    assert found == set()
+
+
+def test_a_message_is_found_in_one_piece(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        'def f(n):\n    """It goes on with n."""\n    raise E(f"{n} goes on "\n            "with that")\n'
+    )
+    [text] = list_texts(tmp_path / "a.py")
+    assert find_patterns(text) != []
+
+
 THREE_SCREENS = 150  # lines of 110 characters, blank ones left out
 
 
@@ -71,7 +106,7 @@ def list_summary(text: str) -> list[str]:
     return [anchor for row in rows for anchor in re.findall(r"\]\(#([\w-]+)\)", row)]
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/index.md"])  # which is a list of links
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in LISTS and "/decisions/" not in name])
 def test_a_page_beyond_three_screens_begins_with_a_summary(name: str) -> None:
     text = Path(ROOT / name).read_text(encoding="utf-8")
     if (lines := count_lines(text)) > THREE_SCREENS:

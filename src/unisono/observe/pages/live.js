@@ -178,7 +178,7 @@
     const tiles = [["step", step < 0 ? "–" : step.toLocaleString("en")]];
     if (last.length) {
       const parts = PARTS.map((_, i) => mean(2 + i)), wall = parts.reduce((a, b) => a + b, 0);
-      tiles.push(["steps per second", number(Number(mean(0).toPrecision(3)))], ["time per step", seconds(wall)],
+      tiles.push(["steps/s", number(Number(mean(0).toPrecision(3)))], ["time per step", seconds(wall)],
         ["sent per second", bytes(mean(1))], ["of it waiting", `${Math.round(100 * parts[3] / (wall || 1))} %`]);
     }
     for (const [key, series] of [...state.metrics].slice(0, 2)) {

@@ -145,8 +145,8 @@ def void(_: Any) -> None:
 
 
 def average(replica: Replica, decay: Decay = None, *, start: int = 0, every: int = 1) -> Average:
-    """Keep a running average of the weights that `replica` trains, from here on: after every step of the optimizer it
-    moves by itself. Every rank calls it alike.
+    """Keep a running average of the weights that `replica` trains, updated after every step of the optimizer from
+    here on. Every rank makes the same call.
 
     The first step that counts sets it to the weights; from then on a <- decay * a + (1 - decay) * w, as
     `torch.optim.swa_utils` does. Steps that AMP skips do not count. Buffers have no average: evaluated and exported
@@ -157,7 +157,7 @@ def average(replica: Replica, decay: Decay = None, *, start: int = 0, every: int
     start: steps before the first that counts.
     every: one step in so many counts.
 
-    It is part of `un.save` and `un.load`: make it before you load.
+    `un.save` and `un.load` include it: create it before you load.
 
     >>> import unisono as un
     >>> model = nn.Linear(2, 1)

@@ -133,11 +133,12 @@ _followed: weakref.WeakKeyDictionary[World, Followed] = weakref.WeakKeyDictionar
 
 
 def follow(counters: MutableMapping[str, Any] | Any, *, world: World | None = None) -> Any:
-    """Let the program's own counters follow the training, where workers come and go. Returns them.
+    """Keep the program's own counters in step with the training in an elastic run. Returns them.
 
-    `counters` is a dict of plain values and tensors, or has `state_dict()` and `load_state_dict()`. Where a step is
-    repeated because a worker was lost in it, they are set back to what they were before it; a worker that comes gets
-    those of the others. Every rank calls it, before training. In a world whose workers stay it does nothing.
+    `counters` is a dict of plain values and tensors, or has `state_dict()` and `load_state_dict()`. If a step is
+    repeated because a worker was lost in it, they are reset to their values before it; a joining worker gets the
+    others' values. Every rank of `world` (default: `un.join()`) calls it, before training. In a run with a fixed number
+    of workers it does nothing.
 
     >>> counters = follow({"seen": 0}, world=World())
     >>> counters["seen"] += 1

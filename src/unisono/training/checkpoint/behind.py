@@ -287,7 +287,7 @@ def finish_saves(mine: BackgroundSaves, root: Place) -> None:
 def wait_saved(replica: Any = None) -> None:
     """Wait until what `un.save(..., background=True)` began is on the disk (or at its address).
 
-    Every rank calls it. Raises `CheckpointError` if it could not be written; the former checkpoints are whole then.
+    Every rank calls it. Raises `CheckpointError` if it could not be written; earlier checkpoints are intact then.
     `un.save`, `un.load`, `replica.close()` and the end of the program wait too.
 
     Args:

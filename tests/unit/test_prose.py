@@ -17,6 +17,7 @@ PATTERNS = {
     r"(?:those|all|what) that (?:are|is) (?:left|there)\b": "the other workers, the remaining samples",
     r"(?:of|by|with|for|on) which there (?:is|are)\b": "with many ...",
     r"(?:goes|go|going) on (?:after|from|where|within|with|bit)\b": "resumes, continues",
+    r"\b(?:others|runs?|training|workers?|it) go(?:es)? on\b(?! your)": "continues",
     r"(?:takes?|took) up what\b": "loads",
     r"(?:steps?|samples|bits|bytes|tokens|times) a second\b": "per second",
     r"\ba (?:step|second|worker) takes? up\b": "uses",

@@ -72,7 +72,7 @@ class Trainer:
         early_stopping: A patience in epochs, or an `EarlyStopping`.
         average: A decay such as 0.999, or "equal": keep an average of the weights, `trainer.average`, and evaluate with
             it (see `un.average`).
-        callbacks: Objects with some methods of `Callback`.
+        callbacks: `Callback` objects.
         progress: Show a progress bar on rank 0.
         world: The ranks that train together; default: `un.join()`.
 

@@ -51,8 +51,8 @@ def parallel(
 ) -> Replica:
     """Train `model` together with the other ranks of `world`; the loop stays as it is.
 
-    The model stays the same module, and rank 0's parameters and buffers become everyone's. Every rank calls it, after
-    the model is on its device. Returns the replica, which `un.save`, `un.load` and `un.average` take.
+    The model stays the same module, and rank 0's parameters and buffers become everyone's. Every rank calls it.
+    Returns the replica, which `un.save`, `un.load` and `un.average` take.
 
     Args:
         model: The module to train.

@@ -197,7 +197,7 @@ def _judge_reading(answers: Sequence[Answer], yama: Path) -> Finding:
 def _judge_backend(answers: Sequence[Answer]) -> Finding:
     name = "torch backend"
     if all(answer["backend"].get("registered") for answer in answers):
-        return Finding(SECTION, name, "ok", 'init_process_group("unisono") works')
+        return Finding(SECTION, name, "ok", 'torch knows init_process_group("unisono")')
     text = answers[0]["backend"].get("error", "torch does not know the backend `unisono`")
     return Finding(
         SECTION, name, "warn", text, "pip install unisono into this environment: torch finds it by its metadata"

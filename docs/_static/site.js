@@ -1,4 +1,4 @@
-// Tables of prose fold on a phone (site.css): each cell but the first gets the name of its column.
+// Tables of prose fold on a phone (site.css): each cell but the first gets the name of its column, if there are several.
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("article table.docutils")) {
     const names = [...table.querySelectorAll("thead th")].map((cell) => cell.textContent.trim());
@@ -6,6 +6,6 @@ document.addEventListener("DOMContentLoaded", () => {
     if (isNumbers && !table.closest(".numbers")) continue;
     table.classList.add("folds");
     for (const row of table.querySelectorAll("tbody tr"))
-      [...row.cells].forEach((cell, i) => { if (i && names[i] && cell.textContent.trim()) cell.dataset.column = names[i]; });
+      [...row.cells].forEach((cell, i) => { if (i && names.length > 2 && names[i] && cell.textContent.trim()) cell.dataset.column = names[i]; });
   }
 });

@@ -85,7 +85,7 @@ def watched_by(watch: JobWatch) -> Iterator[None]:
 class Handle(Generic[T]):
     """A result that may still be on its way.
 
-    `wait()` blocks until it is there and returns it, or raises what went wrong; `done()` asks without blocking.
+    `wait()` blocks until it has arrived and returns it, or raises the error; `done()` tells without blocking.
     """
 
     __slots__ = ("_error", "_finish", "_ready", "_value")

@@ -140,7 +140,7 @@ def make_comparison(one: Result, many: Result) -> Any:
     grid.add_row("accuracy on held-out digits", *(f"{r.accuracy:.1%}" for r in both))
     grid.add_row("samples/s", *(f"{r.samples_per_s:,.0f}" for r in both))
     grid.add_row("speed-up", *(f"{r.samples_per_s / one.samples_per_s:.2f} ×" for r in both))
-    grid.add_row("[bold]a step, mean over workers", *(f"[bold]{r.mean_ms():.2f} ms" for r in both))
+    grid.add_row("[bold]time per step, mean over workers", *(f"[bold]{r.mean_ms():.2f} ms" for r in both))
     for kind in SPLIT:
         shares = ((r.mean_ms(kind), r.mean_ms(kind) / r.mean_ms()) for r in both)
         grid.add_row(f"  {kind}", *(f"{ms:.2f} ms {share:>4.0%}" for ms, share in shares))
@@ -162,7 +162,7 @@ def draw(one: Result, many: Result, path: Path) -> None:
     ideal = many.workers * one.samples_per_s
     speed.hlines(ideal, 0.62, 1.38, color="#555555", linestyles="dashed", linewidth=1)
     speed.annotate(f"{many.workers} ×", (0.58, ideal), ha="right", va="center", color="#555555", fontsize=9)
-    speed.set(title="samples a second", ylim=(0, 1.15 * max(ideal, *rates)))
+    speed.set(title="samples per second", ylim=(0, 1.15 * max(ideal, *rates)))
 
     runs = [(result, rank) for result in (one, many) for rank in range(result.workers)]
     names = [f"{r.workers} worker{'s' * (r.workers > 1)}, rank {rank}" for r, rank in runs]
@@ -174,12 +174,12 @@ def draw(one: Result, many: Result, path: Path) -> None:
     for row, total in enumerate(left):
         split.annotate(f"{total:.1f} ms", (total, row), xytext=(5, 0), textcoords="offset points", va="center")
     split.invert_yaxis()
-    split.set(title="an average step, by worker", xlabel="milliseconds", xlim=(0, 1.15 * max(left)))
+    split.set(title="mean time per step, by worker", xlabel="milliseconds", xlim=(0, 1.15 * max(left)))
     split.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(SPLIT), frameon=False)
     for axes in (speed, split):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"Digits CNN, the same {BATCH_SIZE}-sample global batches: {many.accuracy:.1%} of held-out digits right",
+        f"Digits CNN, the same {BATCH_SIZE}-sample global batches: {many.accuracy:.1%} of held-out digits recognised",
         fontsize=12,
     )
     figure.savefig(path, dpi=130)
@@ -210,7 +210,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     console = Console(highlight=False, soft_wrap=True)
     if importlib.util.find_spec("sklearn") is None:
         console.print(
-            "digits drawn by the demo itself; those written by hand come with: pip install 'unisono[examples]'",
+            "the demo draws its own digits; for handwritten ones: pip install 'unisono[examples]'",
             markup=False,
         )
     results: list[Result] = []
@@ -224,7 +224,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     one, many = results
     console.print(make_comparison(one, many))
     if importlib.util.find_spec("matplotlib") is None:
-        console.print("no picture: one is drawn with: pip install 'unisono[plots]'", markup=False)
+        console.print("no picture: matplotlib is missing: pip install 'unisono[plots]'", markup=False)
         return 0
     draw(one, many, options.picture)
     console.print(f"picture: {options.picture}")

@@ -166,7 +166,8 @@ def test_nothing_is_lost_over_time(case: Case, size: int) -> None:
         given = torch.stack([row[i] for row in inputs]).sum(0)
         out = torch.stack([row[0][i] for row in results[0]]).sum(0)
         adds_up = close(out + residuals[i], given, torch.float64, ulps=1024)
-        assert adds_up, "the mean is not that of what the ranks sent, to fp64: decode and add in fp32 or wider"
+        wide = "torch.promote_types(bucket.dtype, torch.float32)"
+        assert adds_up, f"what is sent and kept does not add up to the input (fp64 here): decode and add in {wide}"
 
 
 def test_it_is_what_its_facts_say(case: Case) -> None:

@@ -70,7 +70,7 @@ def draw_batch(window: int, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "name"), METHODS, ids=[f"{kind}-{name}" for kind, name in METHODS])
-@pytest.mark.filterwarnings("ignore:.*sends .* bytes a rank and step.*:UserWarning")  # of models as small as this
+@pytest.mark.filterwarnings("ignore:.*sends .* bytes per rank and step.*:UserWarning")  # of models as small as this
 def test_a_trajectory_is_the_recorded_one(kind: Kind, name: str, request: pytest.FixtureRequest) -> None:
     recorded = specs(kind, name)
     if not recorded:

@@ -38,7 +38,7 @@ def test_a_host_joins_is_lost_and_another_takes_its_place(tmp_path: Path) -> Non
         options = ["-n", "1:2", "--hosts", "1", "--later", "1", "--encrypt"]
         launcher = Launcher(tmp_path, heartbeat_s=2.0, options=options)
         ending.callback(launcher.end)
-        said = launcher.await_line(lambda line: "free for hosts that come later" in line)
+        said = launcher.await_line(lambda line: "free for hosts that join later" in line)
         found = re.search(r"unisono join .*", said)
         assert found is not None
         secret = Path(found.group().split()[-1])

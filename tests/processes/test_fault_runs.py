@@ -127,7 +127,7 @@ def test_a_full_disk_leaves_the_former_checkpoint_and_is_reported(run_script: An
     status, _, err = run_script(PROGRAM, "-n", "2", "--faults", "full-disk@3").finish()
     assert status == 1
     assert "rank 0 finds the disk full at step 3" in err
-    assert "no checkpoint was written to run, the former ones are as they were: every rank: OSError: [Errno 28]" in err
+    assert "no checkpoint was written to run, earlier checkpoints are unchanged: every rank: OSError: [Errno 28]" in err
     # A hidden folder may be left where the launcher ended rank 0 after rank 1 had failed: the next save removes it.
     assert sorted(path.name for path in (tmp_path / "run").glob("[!.]*")) == ["step-0000000001", "step-0000000002"]
     assert_trained(un.launch(train, workers=2, args=(str(tmp_path / "run"),)))

@@ -118,9 +118,9 @@ def test_training_goes_on_where_there_can_be_no_page(
             "print('trained')", "-n", "1", "--page", "--page-port", port, "--run-dir", "a"
         ).finish()
     assert (status, out) == (0, "trained\n"), err
-    assert f"unisono: port {port} is in use; the page has another\nunisono: page: http://" in err
+    assert f"unisono: port {port} is in use; the page uses another\nunisono: page: http://" in err
     for options, why in (
-        (("--page", "--page-bind", "192.0.2.1", "--run-dir", "b"), "no page: 192.0.2.1:0 cannot be listened at"),
+        (("--page", "--page-bind", "192.0.2.1", "--run-dir", "b"), "no page: cannot listen at 192.0.2.1:0"),
         (("--page", "--no-record"), "no page: it shows what is recorded, and this run is not"),
     ):
         status, out, err = run_script("print('trained')", "-n", "1", *options).finish()

@@ -53,7 +53,7 @@ def test_a_preempted_run_saves_leaves_and_goes_on_bit_for_bit(run_script, still_
     assert status == 143, err
     assert 5 <= step < STEPS
     assert f"unisono: preempted (SIGTERM): all 2 workers left after step {step} with exit status 143\n" in err
-    assert (f"preempted at step {step}, saved to checkpoint; run the same command to go on" in err) == (
+    assert (f"preempted at step {step}, saved to checkpoint; run the same command to resume" in err) == (
         kind == "trainer"
     )
     assert "failed" not in err

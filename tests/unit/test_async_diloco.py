@@ -244,7 +244,8 @@ def test_a_checkpoint_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "reason"), [("async_diloco(grace_s=1.0)", "worth waiting for"), ("async_diloco(staleness=0)", "staleness")]
+    ("spec", "reason"),
+    [("async_diloco(grace_s=1.0)", "how many differences to wait for"), ("async_diloco(staleness=0)", "staleness")],
 )
 def test_what_cannot_work_is_refused(spec: str, reason: str) -> None:
     model = make()

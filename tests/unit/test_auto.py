@@ -122,7 +122,7 @@ def test_a_link_slowed_in_mid_run_makes_it_change_and_recover(link: Probed, caps
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("unisono auto, ")]
     assert len(said) == 5, "one rank says it: where it settled, and two changes of two lines"
     assert said[0].startswith(f"unisono auto, step 6: {DENSE}: ")
-    assert f"{DENSE} -> {FACTORS}: communication takes 257 ms of 307 ms a step since step 12 (0.1" in said[1]
+    assert f"{DENSE} -> {FACTORS}: communication takes 257 ms of 307 ms per step since step 12 (0.1" in said[1]
     assert "; predicted " in said[1]
     assert "; achieved " in said[2]
 

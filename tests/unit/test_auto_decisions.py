@@ -133,10 +133,10 @@ def test_a_link_that_drifts_makes_it_change_once_with_the_reason(before: Probed,
     assert set(run.at_work[100 + 10 * (IN_A_ROW + 2) + 10 :]) == {best}, "within a few checks"
     (tried,), (changed,) = run.kinds("try"), run.kinds("change")
     if after is SLOW:
-        assert tried.why.startswith("communication takes 2 s of 2.1 s a step since step ")
+        assert tried.why.startswith("communication takes 2 s of 2.1 s per step since step ")
         assert tried.why.endswith("(20.1 ms before)")
     else:
-        assert tried.why.startswith("communication takes 60.3 ms of 160 ms a step since step ")
+        assert tried.why.startswith("communication takes 60.3 ms of 160 ms per step since step ")
     assert tried.predicted == pytest.approx(changed.achieved, rel=0.1)
     assert str(tried).startswith(f"step {tried.step}: {first} -> {best}: ")
     assert f"{best}: " in str(changed)

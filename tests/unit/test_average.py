@@ -452,7 +452,7 @@ def test_a_checkpoint_without_one_and_a_run_without_one_are_told(tmp_path: Path)
     average = un.average(replica, decay=DECAY)
     train(model, optimizer, range(2))
     un.save(tmp_path / "with", replica)
-    with pytest.warns(UserWarning, match="holds no average of the weights: the average starts afresh"):
+    with pytest.warns(UserWarning, match="holds no average of the weights: the average restarts"):
         un.load(tmp_path / "without", replica)
     assert average.updates == 0
     replica.close()

@@ -165,7 +165,7 @@ def test_a_rank_that_is_lost_meanwhile_costs_this_checkpoint_alone(tmp_path, mon
         world.tell_followers()
         un.wait_saved(replica)
 
-    with pytest.warns(UserWarning, match="was given up, the former ones are whole: ranks have come or gone"):
+    with pytest.warns(UserWarning, match="was given up, earlier checkpoints are intact: ranks have joined or left"):
         run_threads(work, 2)
     assert not [name for name in steps(tmp_path) if not name.startswith(".")]
 
@@ -332,7 +332,7 @@ un.save(sys.argv[1], replica, background=True)
 """
     code, _, err = run(tmp_path, text)
     assert code == 1
-    assert f"step 0 in {tmp_path} could not be written in the background, the former ones are whole" in err
+    assert f"step 0 in {tmp_path} could not be written in the background, earlier checkpoints are intact" in err
     assert "No space left on device" in err
 
 

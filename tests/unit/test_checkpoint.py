@@ -469,7 +469,7 @@ def test_an_interrupted_save_leaves_the_former_checkpoints_and_nothing_else(
     train(replica, batches(1))
     with monkeypatch.context() as patch:
         fired = interrupt(patch, module, name, error)
-        expected = (CheckpointError, r"former ones are as they were.*rank 0: ")
+        expected = (CheckpointError, r"earlier checkpoints are unchanged.*rank 0: ")
         if isinstance(error, KeyboardInterrupt):
             expected = (KeyboardInterrupt, None)
         with pytest.raises(expected[0], match=expected[1]):

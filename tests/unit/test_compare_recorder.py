@@ -204,7 +204,7 @@ def test_a_script_that_goes_on_from_a_checkpoint_is_refused(observed: Path) -> N
     def work(world: un.World) -> None:
         model, _, _ = make(world)
         world.ledger.resume(50)
-        with pytest.raises(RuntimeError, match=r"went on from a checkpoint \(step 50\)"):
+        with pytest.raises(RuntimeError, match=r"resumed from a checkpoint \(step 50\)"):
             model(torch.ones(1, 4)).sum().backward()
 
     run_threads(work, 2)

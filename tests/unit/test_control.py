@@ -68,7 +68,7 @@ def listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 def test_the_one_run_is_found(listen, capsys):
     assert main(["scale"]) == 1
-    told = "unisono scale: no run with -n MIN:MAX of this user is under way on this host\n"
+    told = "unisono scale: no run with -n MIN:MAX of this user is active on this host\n"
     assert capsys.readouterr() == ("", told)
     run = listen(11)
     assert main(["scale"]) == 0
@@ -82,7 +82,7 @@ def test_of_several_runs_one_has_to_be_named(listen, capsys):
     first, second = listen(11), listen(12)
     assert main(["scale", "3"]) == 1
     told = capsys.readouterr().err
-    assert "there are 2 runs; say which:\n" in told
+    assert "there are 2 runs; name one:\n" in told
     assert "  --run 11   train-11.py: workers: 2 (MIN 1, MAX 4), step 7\n" in told
     assert "  --run 12   train-12.py: " in told
     assert main(["scale", "3", "--run", "12"]) == 0

@@ -170,7 +170,7 @@ def test_fewer_than_the_least_do_not_go_on_after_one_that_ended_early() -> None:
     coordinator.advanced(65)
     (found,) = coordinator.decide(0.0)
     assert isinstance(found, GiveUp)
-    assert "1 of at least 2 workers went on to step 65" in found.why
+    assert "1 of at least 2 workers continued to step 65" in found.why
 
 
 def test_the_run_fails_when_all_members_are_lost_though_a_newcomer_waits() -> None:

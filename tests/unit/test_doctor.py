@@ -168,7 +168,7 @@ def test_engines_are_found_and_spark_without_java_is_a_warning() -> None:
     found = host.check_engines(there.get, versions(torch="2.13", pyspark="4.3"), {})
     assert one(found, "spark").state == "warn"
     assert set(one(found, "engines").values["engines"]) == {"mpi", "torchrun", "spark"}
-    assert "not here: slurm, ssh, ray" in one(found, "engines").text
+    assert "missing: slurm, ssh, ray" in one(found, "engines").text
     assert len(host.check_engines(there.get, versions(pyspark="4.3"), {"JAVA_HOME": "/opt/java"})) == 1
 
 
@@ -266,7 +266,7 @@ def test_an_interface_that_is_not_there_is_bad() -> None:
 
 def test_a_name_that_means_the_loopback_device_is_told() -> None:
     found = one(network.check_interface({}, "127.0.0.1", ["lo"], lambda _: "127.0.1.1"))
-    assert "means 127.0.1.1" in found.text
+    assert "resolves to 127.0.1.1" in found.text
     assert one(network.check_interface({}, "", ["lo"])).state == "ok"
 
 
@@ -289,7 +289,7 @@ MINE = {"python": "3.11.7", "unisono": "1.0.0", "torch": "2.13.0+cpu"}
         (network.Visit("a", "", {**MINE, "torch": "2.13.0+cu130"}, 0.01, 0.002), "ok", ""),
         (network.Visit("a", "Permission denied (publickey)."), "bad", "without a password"),
         (network.Visit("a", "", {**MINE, "unisono": None}, 0.0, 0.002), "bad", "install unisono there"),
-        (network.Visit("a", "", {**MINE, "torch": "2.11.0"}, 0.0, 0.002), "warn", "other versions"),
+        (network.Visit("a", "", {**MINE, "torch": "2.11.0"}, 0.0, 0.002), "warn", "differ from this host"),
         (network.Visit("a", "", MINE, -7.5, 0.002), "warn", "chrony"),
         (network.Visit("a", "", MINE, 0.3, 0.8), "ok", ""),  # no more than the way there and back leaves open
     ],

@@ -94,7 +94,7 @@ def test_what_is_no_text_or_without_end_is_refused() -> None:
         ("kill 1@4; stop 1@4 for 1s", 10, "`kill 1@4` and `stop 1@4 for 1s` happen to rank 1 at one moment"),
         ("stop 1@4 for 1s; stop 1@4 for 2s", 17, "`stop 1@4 for 1s` and `stop 1@4 for 2s` happen to rank 1"),
         ("slow 1 x2@3-5; slow 1 x3@5-8", 15, "`slow 1 x2@3-5` and `slow 1 x3@5-8` slow the same steps of rank 1"),
-        ("full-disk@3; full-disk@3", 13, "`full-disk@3` is there twice"),
+        ("full-disk@3; full-disk@3", 13, "`full-disk@3` appears twice"),
         ("stop 1@5 for 1s; kill 1@4", 0, "rank 1 does not come to `stop 1@5 for 1s`: `kill 1@4` ends it"),
         ("kill 1@4 in save; kill 1@4", 0, "rank 1 does not come to `kill 1@4 in save`: `kill 1@4` ends it"),
     ],

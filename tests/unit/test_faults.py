@@ -144,7 +144,7 @@ def test_a_full_disk_is_one_write_that_fails_from_that_step_on(
     step(replica)
     un.save(tmp_path, replica)
     step(replica)
-    with pytest.raises(un.CheckpointError, match=r"the former ones are as they were.*No space left") as caught:
+    with pytest.raises(un.CheckpointError, match=r"earlier checkpoints are unchanged.*No space left") as caught:
         un.save(tmp_path, replica)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC

@@ -81,7 +81,10 @@ def test_without_namespaces_the_transport_shapes_and_it_is_said_so(script: str, 
         "[1] host0 50mbit,1ms 1 2",
         "[2] host1 50mbit,1ms 0 1",
     ]
-    assert "`ip` is not installed: apt-get install iproute2; the workers' own transport holds bytes" in ended.stderr
+    assert (
+        "`ip` is not installed: apt-get install iproute2; the workers' own transport throttles the links"
+        in ended.stderr
+    )
     ended = subprocess.run([*command[:-1], "--shaper", "kernel", script], env=env, capture_output=True, text=True)
     assert ended.returncode == 1
     assert "unisono run: the lab cannot create hosts here: `ip` is not installed" in ended.stderr

@@ -216,14 +216,14 @@ def test_a_port_in_use_is_said_and_another_taken() -> None:
         port = other.getsockname()[1]
         opened = open_address("127.0.0.1", port)
     with opened.listener:
-        assert opened.note == f"port {port} is in use; the page has another"
+        assert opened.note == f"port {port} is in use; the page uses another"
         assert opened.port != port
 
 
 def test_an_address_that_is_not_of_this_machine_is_said() -> None:
-    with pytest.raises(NoPage, match=r"no page: 192\.0\.2\.1.* cannot be listened at"):
+    with pytest.raises(NoPage, match=r"no page: cannot listen at 192\.0\.2\.1"):
         open_address("192.0.2.1")
-    with pytest.raises(NoPage, match=r"no page: nowhere\.invalid"):
+    with pytest.raises(NoPage, match=r"no page: cannot listen at nowhere\.invalid"):
         open_address("nowhere.invalid", 80)
 
 

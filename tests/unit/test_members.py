@@ -159,7 +159,7 @@ def test_workers_that_died_when_they_were_to_leave_are_no_loss(run: Run) -> None
     run.end(2)
     assert run.act()
     assert run.members.coordinator.members == [0]
-    assert run.lines == ["unisono: the number of workers asked for is 1, after 3", "unisono: 1 worker goes on"]
+    assert run.lines == ["unisono: the number of workers asked for is 1, after 3", "unisono: 1 worker continues"]
 
 
 @pytest.mark.parametrize("workers", [0, 4, -1, True, "2", None, 1.0])

@@ -134,7 +134,7 @@ def test_a_preempted_trainer_saves_leaves_and_goes_on_as_if_it_had_not_stopped(
     assert left.value.code == 143
     at = max(int(path.name.removeprefix("step-")) for path in tmp_path.iterdir())
     assert step <= at <= -(-step // EPOCH) * EPOCH, "at the end of an epoch at the latest, before validation"
-    assert f"preempted at step {at}, saved to {tmp_path}; run the same command to go on" in capsys.readouterr().err
+    assert f"preempted at step {at}, saved to {tmp_path}; run the same command to resume" in capsys.readouterr().err
     word.told[1] = False
     resumed = run_threads(lambda world: fit(world, tmp_path), 2)
     for (weight, scores, steps), (right, right_scores, _) in zip(resumed, straight, strict=True):

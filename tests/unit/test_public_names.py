@@ -134,3 +134,30 @@ except ModuleNotFoundError as error:
 """
     ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def explains(text: str, name: str) -> bool:
+    """Whether a docstring says what an argument is: in a list of arguments, or in backquotes."""
+    return (
+        re.search(rf"^ *(?:[*\w]+, )*{name}(?:, [*\w]+)*:|`[^`]*\b{name}\b[^`]*`|\. {name}:", text, re.MULTILINE)
+        is not None
+    )
+
+
+def test_every_argument_of_a_public_function_is_explained() -> None:
+    values = {name: getattr(un, name) for name in un.__all__ if name not in LARGE}
+    functions = {name: value for name, value in values.items() if inspect.isfunction(value) or value is un.Trainer}
+    assert len(functions) > 25
+    assert [
+        f"{name}: {argument}"
+        for name, function in functions.items()
+        for argument in inspect.signature(function).parameters
+        if not explains(inspect.getdoc(function) or "", argument)
+    ] == []
+
+
+def test_an_argument_is_explained_in_a_list_or_in_backquotes() -> None:
+    assert explains("Do it.\n\nArgs:\n    size: of it.", "size")
+    assert explains("fn, size: see above.", "size")
+    assert explains("Do `f(size)` times.", "size")
+    assert not explains("Of any size, a size: small.", "size")

@@ -90,7 +90,7 @@ def test_shapes_memory_and_traffic_of_64_workers_are_known(dry: Callable[..., Dr
     assert (result.exit_status, result.problems, result.steps) == (0, [], 3)
     assert result.inputs == ["(2, 8) float32"]
     assert result.model.startswith("Linear: 36 parameters in 2 tensors")
-    assert result.data == ["shard0: 512 samples, 4 steps an epoch, global batches of 128, 2 each"]
+    assert result.data == ["shard0: 512 samples, 4 steps per epoch, global batches of 128, 2 each"]
     # A ring all-reduce sends 2 (N - 1) / N of the bytes: 36 numbers, each tensor on cache lines of 64 bytes, and
     # behind them a flag for each tensor and one for learning rates.
     gradients = result.traffic["all_reduce gradients"]
@@ -140,7 +140,7 @@ def test_a_batch_that_does_not_divide_is_a_note(dry: Callable[..., DryResult]) -
 def test_too_little_memory_is_a_problem_of_its_own(dry: Callable[..., DryResult]) -> None:
     result = dry(8, host_memory="1KiB")
     assert result.exit_status == 3
-    assert result.problems[0].startswith("memory: it lacks ")
+    assert result.problems[0].startswith("memory: short of ")
 
 
 def test_methods_that_need_others_to_answer_are_run_as_allreduce(dry: Callable[..., DryResult]) -> None:

@@ -138,9 +138,9 @@ def test_a_baseline_measures_the_speed_up(tmp_path: Path) -> None:
     data = ["data", {"samples": 80, "steps": 10}]
     write_rank(tmp_path / "one", 0, *(row(s, 0.16, 0, 0, 0, 0) for s in range(10)), data, size=1)
     gained = compare_with(found, read(tmp_path / "one"))
-    assert gained.times == pytest.approx(1.6)  # 80 samples a second, and 50
+    assert gained.times == pytest.approx(1.6)  # 80 samples per second, and 50
     assert gained.efficiency == pytest.approx(0.8)
-    assert gained.how == "measured: samples a second, against one with 1 worker"
+    assert gained.how == "measured: samples per second, against one with 1 worker"
 
 
 @pytest.mark.parametrize(
@@ -307,6 +307,18 @@ def test_a_report_ends_with_a_verdict(
     assert re.search(words, " ".join(html.unescape((tmp_path / "a.html").read_text()).split()))
 
 
+def test_a_slow_rank_is_named_before_the_model_is_called_too_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    write_rank(tmp_path, 0, *(row(s, 0.004, 0.006, 0.03, 0.0) for s in range(10)))
+    write_rank(tmp_path, 1, *(row(s, 0.034, 0.006, 0.0, 0.0) for s in range(10)))
+    assert main(["report", str(tmp_path)]) == 0
+    verdict = " ".join(capsys.readouterr().out.split()).rpartition("in short")[2]
+    assert "at most 0.95 times the work of one, as waiting takes 38 % of a step: rank 1 takes 8.50 times" in verdict
+    assert "Use -n 1" not in verdict
+
+
 def test_all_numbers_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "a")
     assert main(["report", str(folder), "--json"]) == 0
@@ -331,7 +343,7 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("arguments", "words"),
     [
         (["--html", "{tmp}/no/such/folder/a.html"], "No such file or directory"),
-        (["--png", "{tmp}/a.txt"], "a picture is a file that ends in .png, .svg, .pdf"),
+        (["--png", "{tmp}/a.txt"], "a picture file ends in .png, .svg, .pdf"),
         (["--trace", "{tmp}"], "Is a directory"),
     ],
 )
@@ -541,7 +553,11 @@ def test_a_run_whose_launcher_is_gone_does_not_run_any_more(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("hosts", "encrypted", "expected"),
-    [(1, False, ""), (2, False, "none of tensors"), (2, True, "3 MB, about 2 s of a core's time a worker")],
+    [
+        (1, False, ""),
+        (2, False, "tensors between hosts are not encrypted"),
+        (2, True, "3 MB, about 2 s of a core's time per worker"),
+    ],
 )
 def test_whether_a_run_was_encrypted_is_told_with_what_it_cost(
     tmp_path: Path, hosts: int, encrypted: bool, expected: str

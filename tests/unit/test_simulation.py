@@ -368,7 +368,7 @@ def make_study(**cluster: object) -> Study:
 
 def test_the_report_says_what_is_best_what_stops_and_what_cannot_run() -> None:
     text = write_report(make_study(failures=Failures(1e6, "restart")), "a model")
-    assert text.startswith("a model\n2 workers a host")
+    assert text.startswith("a model\n2 workers per host")
     assert "the best that trains exactly as one process: allreduce (2 to 32)" in text
     assert "hogwild, 32 workers: needs all workers on one host, which has 2" in text
     assert "what to buy next" in text
@@ -447,7 +447,7 @@ def test_without_a_step_or_with_a_plan_that_is_none_it_says_what_to_give(
     for options, message in (
         ([], "--plan plan.json, or --parameters 25M --compute 0.1s"),
         (["--plan", str(tmp_path / "none.json")], "cannot read"),
-        (["--plan", str(tmp_path / "other.json")], "make it anew"),
+        (["--plan", str(tmp_path / "other.json")], "write it again"),
         (["--plan", str(tmp_path / "one.json")], "says nothing of links between hosts"),
     ):
         with pytest.raises(SystemExit):

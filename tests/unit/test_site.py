@@ -59,6 +59,16 @@ def test_the_page_of_results_is_what_the_lines_say() -> None:
     assert (DOCS / "results.md").read_text(encoding="utf-8") == made, "run `make results`"
 
 
+def test_the_words_of_the_landing_picture_are_its_line() -> None:
+    pytest.importorskip("matplotlib")
+    pictures = load("pictures", DOCS)
+    lines = results.read_lines(ROOT / "benchmarks" / "results")
+    race = pictures.find_line(lines, *(f"{name}_seconds" for name in pictures.RACERS))
+    [words] = re.findall(r"!\[(.*?)\]\(time_to_loss\.png\)", (DOCS / "index.md").read_text(encoding="utf-8"))
+    seconds = [int(number) for number in re.findall(r"\b\d+\b", words.replace("100 Mbit/s", ""))]
+    assert seconds == [round(race[f"{name}_seconds"]) for name in pictures.RACERS]
+
+
 def test_every_benchmark_with_lines_has_a_section() -> None:
     assert results.list_unknown(results.read_lines(ROOT / "benchmarks" / "results")) == []
 

@@ -388,7 +388,7 @@ def test_a_file_that_changes_between_epochs_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"001\.jsonl has changed since"):
         list(shard)
     other = un.shard(un.records(tmp_path), 4, collate_fn=take_ids, world=un.World())
-    with pytest.raises(ValueError, match=r"001\.jsonl.*was not there then, or not of this size"):
+    with pytest.raises(ValueError, match=r"001\.jsonl.*was missing then, or had another size"):
         other.load_state_dict(state)
 
 

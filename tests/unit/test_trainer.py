@@ -388,7 +388,7 @@ def test_resume_can_be_turned_off(tmp_path: Path) -> None:
 def test_a_run_resumes_with_a_metric_and_early_stopping_that_are_new(tmp_path: Path) -> None:
     trainer(World(), checkpoint=tmp_path).fit((X, Y), epochs=1, batch_size=BATCH)
     work = trainer(World(), checkpoint=tmp_path, metrics={"accuracy": accuracy}, early_stopping=5)
-    with pytest.warns(UserWarning, match="saved without early_stopping: it starts anew"):
+    with pytest.warns(UserWarning, match="saved without early_stopping: it starts from the beginning"):
         history = work.fit((X, Y), epochs=2, batch_size=BATCH)
     assert math.isnan(history["accuracy"][0])
     assert 0 <= history["accuracy"][1] <= 1

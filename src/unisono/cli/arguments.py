@@ -139,9 +139,9 @@ def find_only_run(how_to_say: str, *, elastic: bool = False) -> int:
     if runs:
         more = {run.pid: f": {run.describe()}" if elastic else "" for run in runs}
         listed = "\n".join(f"  {how_to_say} {run.pid}   {run.program}{more[run.pid]}" for run in runs)
-        raise Gone(f"there are {len(runs)} runs; say which:\n{listed}")
+        raise Gone(f"there are {len(runs)} runs; name one:\n{listed}")
     notes = "".join(f"\n  {text}" for text in wrong)
-    raise Gone(f"no run {'with -n MIN:MAX ' * elastic}of this user is under way on this host{notes}")
+    raise Gone(f"no run {'with -n MIN:MAX ' * elastic}of this user is active on this host{notes}")
 
 
 def check_program(name: str, parser: argparse.ArgumentParser, *, module: bool) -> None:

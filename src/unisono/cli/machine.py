@@ -132,14 +132,14 @@ def _run_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     from unisono.launchers.lab.hosts import clean, find_obstacle, find_processes
 
     if options.action == "clean":
-        for line in clean() or ["nothing was left"]:
+        for line in clean() or ["nothing to clean up"]:
             print(line)
         return 0
     if obstacle := find_obstacle():
         print(f"Hosts cannot be network namespaces here: {obstacle}.")
-        print("`unisono run --hosts` works, and the workers' own transport holds bytes back.")
+        print("`unisono run --hosts` still works: the workers' own transport throttles the links.")
     else:
-        print("Hosts can be network namespaces here, with links that the kernel holds back.")
+        print("Hosts can be network namespaces here, with links that the kernel throttles.")
     left = find_processes()
     if left:
         print(f"{len(left)} process(es) of runs whose launcher is gone: `unisono lab clean` ends them.")
@@ -173,7 +173,7 @@ def _run_warm(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     servers = stop_warm() if options.action == "stop" else list_warm()
     for server in servers:
         text = f"process {server.pid}, started {server.age_s:.0f} s ago, {server.runs} runs"
-        print(f"warm server: {text}{'; it ends after them' if options.action == 'stop' else ''}")
+        print(f"warm server: {text}{'; it ends after its runs' if options.action == 'stop' else ''}")
     if not servers:
         print("no warm server is running")
     return 0
@@ -182,9 +182,9 @@ def _run_warm(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 # unisono demo -----------------------------------------------------------------------------------------------------
 
 _DEMO = """\
-Train a small network on images of digits, with one worker and then with two: accuracy, samples a second, speed-up, and
-where the time of a step goes. Nothing is downloaded. With the extra `examples` the digits are scikit-learn's, with
-`plots` there is a picture.
+Train a small network on images of digits, with one worker and then with two: accuracy, samples per second, speed-up,
+and where the time of each step goes. Nothing is downloaded. With the extra `examples` the digits are
+scikit-learn's, with `plots` there is a picture.
 """
 _DEMO_MORE = """\
 examples:

@@ -84,7 +84,7 @@ def _run_conformance(options: argparse.Namespace, parser: argparse.ArgumentParse
     from unisono.methods.spec import use_methods
 
     if importlib.util.find_spec("pytest") is None:
-        parser.error("the tests are run by pytest: pip install pytest")
+        parser.error("pytest is missing, which runs these tests: pip install pytest")
     try:
         use_methods(options.folder)
     except ValueError as error:

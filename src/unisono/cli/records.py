@@ -100,7 +100,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def _run_report(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if len(options.runs) > 1 and (options.trace or options.png):
-        parser.error("--png and --trace are of one run; give one")
+        parser.error("--png and --trace work for one run: name one")
     from unisono.observe.reports.summary import compare_with, summarise
 
     try:
@@ -195,7 +195,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights; default: unchanged")
     parser.add_argument("--like", metavar="FOLDER", help="a Hugging Face folder whose config and tokenizer are copied")
     parser.add_argument("--average", action="store_true", help="the average of the weights that un.average kept")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file or folder")
 
 
 def _run_export(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -210,7 +210,7 @@ def _run_export(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
     try:
         done = export(options.checkpoint, options.out, form, average=options.average, **given)
     except FileExistsError:
-        parser.error(f"{options.out} exists: give another name, or --overwrite")
+        parser.error(f"{options.out} exists: choose another name, or pass --overwrite")
     except (CheckpointError, OSError, ValueError) as error:
         print(f"unisono export: {error}", file=sys.stderr)
         return 1

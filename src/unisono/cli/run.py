@@ -191,9 +191,9 @@ def _make_output_folder(folder: str | Path, parser: argparse.ArgumentParser) -> 
     try:
         os.makedirs(folder, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(0, "this user may not write there")
+            raise PermissionError(0, "you have no permission to write there")
     except OSError as error:
-        parser.error(f"--output-dir {folder}: {error.strerror}; name a folder that can be made and written")
+        parser.error(f"--output-dir {folder}: {error.strerror}; name a folder that you can create and write to")
 
 
 def _only_writes(options: argparse.Namespace) -> bool:
@@ -325,7 +325,7 @@ def _read_adapt(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 def _parse_rate(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected steps a second, such as 12 or 0.5")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected steps per second, such as 12 or 0.5")
     return float(text)
 
 

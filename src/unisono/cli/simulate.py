@@ -165,7 +165,7 @@ def _check_workers(workers: list[int], per_host: int) -> None:
     if workers[0] < per_host:
         raise ValueError(
             f"--workers {workers[0]} are fewer than the {per_host} of one host (--workers-per-host): ask for at least "
-            f"{per_host} workers, or for fewer a host"
+            f"{per_host} workers, or for fewer per host"
         )
 
 

@@ -61,10 +61,10 @@ def _run_debug(options: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 def _explain(asked: str | None, runs: list[tuple[str, str]]) -> str:
     listed = "".join(f"\n  unisono debug {name}   {program}" for name, program in runs)
     if not runs:
-        return "no run of this user with workers that have joined is under way on this host"
+        return "no run of this user with workers that have joined is active on this host"
     if asked is None:
-        return f"there are {len(runs)} runs; say which:{listed}"
-    return f"there is no run {asked!r}; there are:{listed}"
+        return f"there are {len(runs)} runs; name one:{listed}"
+    return f"there is no run {asked!r}; choose one of:{listed}"
 
 
 # unisono scale ----------------------------------------------------------------------------------------------------

@@ -41,14 +41,14 @@ def launch(
         workers: how many processes.
         args, kwargs: what `fn` is called with; copied to the workers.
         on: the engine that starts the workers, such as `un.on.mpi()`; None for this host.
-        threads: computing threads a worker; default: the usable cores divided among the workers.
+        threads: computing threads per worker; default: the usable cores divided among the workers.
         output: "auto" and "prefix" show the workers' lines with the rank in front, "rank0" only rank 0's lines,
             "files" writes unisono-output/rank-0.out and so on.
-        timeout_s: stop the workers and raise TimeoutError after so many seconds.
+        timeout_s: stop the workers and raise TimeoutError after so many seconds; None: no limit.
         faults: a fault script such as "kill 1@40", for tests of what happens then; None: that of UNISONO_FAULTS, if
             any. A fault that did not fire is a WorkerError.
-        least: workers that are lost are replaced, and training goes on meanwhile while there are so many; None: a
-            worker that is lost ends the run. The results are those of the workers at the end, which may be fewer.
+        least: lost workers are replaced, and training continues as long as so many remain; None: the loss of a
+            worker ends the run. The results are those of the workers at the end, which may be fewer.
 
     Raises WorkerError with one report when a worker fails; the others are stopped. When it returns or raises, no
     process of theirs is left. An engine that is not installed, not reachable or too small raises EngineError.

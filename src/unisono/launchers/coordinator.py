@@ -159,8 +159,8 @@ class Coordinator:
         if self._goes_on_too_few():
             return [
                 GiveUp(
-                    f"{len(self.members)} of at least {self.least} workers went on to step {self._step}, after another "
-                    f"had ended its program at step {self._ended_at[1]}: all have to make the same steps"
+                    f"{len(self.members)} of at least {self.least} workers continued to step {self._step}, after "
+                    f"another had ended its program at step {self._ended_at[1]}: all must make the same steps"
                 )
             ]
         actions = self._end_unwanted()

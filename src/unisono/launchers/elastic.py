@@ -148,8 +148,8 @@ class ElasticSupervisor(ABC, Generic[W]):
                 os.close(fd)
         after = "" if self._lost_at is None else f", {time.monotonic() - self._lost_at:.2f} s after the loss"
         self._lost_at = None
-        who = "1 worker goes" if len(numbers) == 1 else f"{len(numbers)} workers go"
-        self._run.output.say(f"unisono: {who} on{after}")
+        who = "1 worker continues" if len(numbers) == 1 else f"{len(numbers)} workers continue"
+        self._run.output.say(f"unisono: {who}{after}")
         self._run.job.note("world", generation=generation, size=len(numbers))
 
     def _answer(self, connection: WorkerConnection[W], message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -185,12 +185,12 @@ class ElasticSupervisor(ABC, Generic[W]):
         for connection in list(self.connections.values()):
             waited_s = now - max(min(waits), self.fresh_since) if waits and connection.waits_since is None else 0.0
             if waited_s > self.settings.stuck_s:
-                self._end_hung(connection, f"did not come for {waited_s:.0f} s while others waited")
+                self._end_hung(connection, f"did not arrive for {waited_s:.0f} s while others waited")
 
     def check_heartbeat(self, connection: WorkerConnection[W], silent_s: float) -> None:
         """Replace a worker that has given no heartbeat for too long."""
         if silent_s > self.heartbeat_s:
-            self._end_hung(connection, f"has stood still for {silent_s:.0f} s (SIGSTOP, or no time to run)")
+            self._end_hung(connection, f"sent no heartbeat for {silent_s:.0f} s (SIGSTOP, or no time to run)")
 
     def _end_hung(self, connection: WorkerConnection[W], why: str) -> None:
         worker = connection.worker

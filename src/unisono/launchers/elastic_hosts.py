@@ -134,7 +134,7 @@ class ElasticHostsRun(EngineRun):
                 del self._heard[channel]
                 self._processes.pop(channel, None)
             elif channel in self.agents and silent_s > self._find_patience(channel) and self._is_under_way:
-                self._lose_agent(channel, f" It has said nothing for {silent_s:.0f} s.")
+                self._lose_agent(channel, f" It has sent nothing for {silent_s:.0f} s.")
         if self._is_under_way and now - self._revived > _REVIVE_S and self._started is not None:
             self._revived = now
             present = {worker.rank for worker in self.agents.values()}

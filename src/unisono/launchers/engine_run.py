@@ -288,7 +288,7 @@ class EngineRun(Supervisor[RemoteWorker]):
         advice = self.engine.explain(words, self.job.workers)
         lines = [line for line in words.splitlines() if line.strip("- ")]
         quoted = "\n".join(f"  {line}" for line in (lines[:6] if advice else lines[-40:]))
-        return "".join([text, f". {advice}" if advice else "", f"\nIts own words:\n{quoted}" if quoted else ""])
+        return "".join([text, f". {advice}" if advice else "", f"\nIt said:\n{quoted}" if quoted else ""])
 
     def _on_frame(self, worker: RemoteWorker, frame: Frame) -> None:
         if frame.kind in "oe":
@@ -326,7 +326,7 @@ class EngineRun(Supervisor[RemoteWorker]):
                 worker.ended,
                 "lost",
                 1,
-                message=f"Nothing more is heard of it: host {worker.host} is gone or cut off, or {self.engine.name} "
+                message=f"It no longer answers: host {worker.host} is down or cut off, or {self.engine.name} "
                 f"ended the worker.{more}",
             )
             self.note_end(worker, host=worker.host)

@@ -50,19 +50,19 @@ class ElasticSettings:
             )
         if not 0 <= self.later <= self.most - self.least:
             raise ValueError(
-                f"got {self.later} places for hosts that come later, of {self.most}: at least {self.least} workers are "
-                f"there from the beginning; expected 0 to {self.most - self.least}, or a larger MAX (-n MIN:MAX)"
+                f"got {self.later} places for hosts that join later, of {self.most}: at least {self.least} workers "
+                f"must start with the run; expected 0 to {self.most - self.least}, or a larger MAX (-n MIN:MAX)"
             )
 
     def describe_shortage(self, left: int) -> str:
         """Why the `left` workers that remain have to leave."""
-        return f"{left} of at least {self.least} workers are left, and no other came within {self.patience_s:g} s"
+        return f"only {left} of at least {self.least} workers remain, and no other joined within {self.patience_s:g} s"
 
 
 def check_elastic_on_one_host() -> None:
     """ValueError if workers that come and go could not meet."""
     if not may_share_memory():
-        raise ValueError("workers that come and go on one host meet in shared memory: unset UNISONO_SHARED_MEMORY")
+        raise ValueError("in an elastic run on one host, workers meet in shared memory: unset UNISONO_SHARED_MEMORY")
 
 
 @dataclass(frozen=True)

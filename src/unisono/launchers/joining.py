@@ -113,7 +113,7 @@ class OpenPlaces:
             job.record.update(join=self.how)
         if later := job.places - job.engine_places:
             where = "1 place is" if later == 1 else f"{later} places are"
-            self._run.output.say(f"unisono: {where} free for hosts that come later: {self.how}")
+            self._run.output.say(f"unisono: {where} free for hosts that join later: {self.how}")
 
     def close(self) -> None:
         """The secret is of no use any more."""
@@ -327,7 +327,7 @@ def _serve(channel: Channel, token: bytes, given: Mapping[str, Any]) -> int:
         host.stop()
         guard.sweep(run_id, host.started, patience_s=0.5)
     if host.ended_well is None:
-        _say("the run's launcher is gone, or has given this host's places to others")
+        _say("the run's launcher has ended, or has given this host's places to others")
         return UNREACHED
     _say("the run is over" if host.ended_well else "the run has failed")
     return status if host.ended_well else 1

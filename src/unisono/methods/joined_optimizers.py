@@ -52,7 +52,7 @@ class JoinedOptimizers(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step every member, in order."""
         if closure is not None:
-            raise ValueError("several optimizers step with one window of gradients: give each its closure by itself")
+            raise ValueError("several optimizers step with one window of gradients: step each with its own closure")
         for member in self.members:
             member.step()
 

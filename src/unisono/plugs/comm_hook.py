@@ -31,18 +31,18 @@ def ddp_hook(
     scaler: GradScaler | None = None,
     world: World | None = None,
 ) -> Hook:
-    """A hook that takes the mean of gradients by one of our reducers; the rest stays DistributedDataParallel's:
+    """A hook that averages gradients by one of Unisono's reducers; the rest stays DistributedDataParallel's:
 
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, un.ddp_hook("nuqsgd(bits=4)"))
 
-    The bytes go over our transports, and are in the ledger of `un.join()`. Every rank calls it, and gives each model a
-    hook of its own. What a reducer keeps back is not in the program's checkpoints.
+    The bytes go over Unisono's transports and into the ledger of `un.join()`. Every rank calls it, once per model.
+    What a reducer keeps to send later is not in the program's checkpoints.
 
-    optimizer: whose learning rates reducers with a memory go by; without it, what is kept is not rescaled when they
-    change.
-    scaler: of AMP, whose loss scale gradients come multiplied by; without it, what is kept counts twice or half after
-    each change of the scale.
+    reducer: its spec, or an object.
+    optimizer: its learning rates rescale what a reducer keeps, when they change; without it, nothing is rescaled.
+    scaler: AMP's, whose loss scale multiplies the gradients; without it, what is kept counts twice or half after each
+    change of the scale.
     world: the ranks of the model's process group; by default those of `un.join()`.
 
     >>> ddp_hook("powersgd(rank=4)", world=World()).__name__

@@ -268,7 +268,7 @@ def _find_trainer() -> Any:
         frame = frame.f_back
         if isinstance(found := frame.f_locals.get("self"), Trainer):
             return found
-    raise ValueError("unisono.huggingface.Callback: no Trainer has called it; give it Trainer(callbacks=[...])")
+    raise ValueError("unisono.huggingface.Callback: no Trainer has called it; pass it as Trainer(callbacks=[...])")
 
 
 class _ElasticTrainer:

@@ -171,7 +171,8 @@ def _count_values(x: Tensor) -> int:
 def sync_batch_norm(model: nn.Module, world: World | None = None) -> nn.Module:
     """Replace every batch normalisation in `model` by one over all ranks; returns the model.
 
-    Call it before the optimizer is made, on every rank. Parameters and state-dict keys stay the same.
+    Call it before the optimizer is made, on every rank of `world` (default: `un.join()`). Parameters and state-dict
+    keys stay the same.
 
     >>> model = sync_batch_norm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), World())
     >>> sorted(model.state_dict())[:3]

@@ -50,18 +50,31 @@ class Callback:
 class Trainer:
     """Train `model` on every worker of the world, with one progress bar and world-wide metrics.
 
-    A batch is a sequence: the last item is the target, the others are the model's inputs. `loss(output, target)`
-    and each of `metrics` give the mean over a batch; reported is the mean over all samples of all workers, each
-    counted once. `accumulate` batches make one optimizer step. `optimizer` may be a list, of which all step, and
-    `scheduler` too. It steps every epoch, or every optimizer step with `schedule="step"` (one that fp16 skips does
-    not count, unless ranks may skip alone). With `checkpoint` (a folder, or an address such as s3://bucket/run),
-    the state is saved after every epoch and every `save_every` steps (or "10min"), the last `keep` stay, and `fit`
-    resumes from the newest whole one unless `resume=False`. It is written in the `background`: training waits only
-    for a copy in host memory, or for the one before. After SIGTERM all ranks save at the same step and end their
-    program with status 143. `early_stopping` is a patience in epochs or an `EarlyStopping`. With `average` (a decay
-    such as 0.999, or "equal") the trainer keeps an average of the weights, `trainer.average` (see `un.average`),
-    and evaluates with it.
-    `skip_outliers`: see `un.parallel`.
+    A batch is a sequence: the last item is the target, the others are the model's inputs. Reported losses and metrics
+    are means over all samples of all workers, each counted once. After SIGTERM all ranks save at the same step and end
+    their program with status 143.
+
+    Args:
+        model, optimizer, strategy, skip_outliers: As for `un.parallel`. Of a list of optimizers, all step.
+        loss: `loss(output, target)`, the mean over a batch.
+        metrics: More such functions, by name.
+        scheduler: A learning-rate scheduler, or a list of them.
+        schedule: When it steps: every "epoch", or every optimizer "step" (one that fp16 skips does not count, unless
+            ranks may skip alone).
+        clip_norm: Clip the norm of all gradients to this value.
+        accumulate: Batches per optimizer step.
+        precision: "bf16" and "fp16" run forward under autocast; "fp16" also scales the loss.
+        checkpoint: A folder, or an address such as s3://bucket/run, to save into after every epoch.
+        keep: How many checkpoints remain.
+        save_every: Save also every so many steps, or after so much time: "10min".
+        background: Training waits only for a copy in host memory, or for the previous save.
+        resume: `fit` resumes from the newest intact checkpoint.
+        early_stopping: A patience in epochs, or an `EarlyStopping`.
+        average: A decay such as 0.999, or "equal": keep an average of the weights, `trainer.average`, and evaluate with
+            it (see `un.average`).
+        callbacks: `Callback` objects.
+        progress: Show a progress bar on rank 0.
+        world: The ranks that train together; default: `un.join()`.
 
     >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     >>> model = nn.Linear(3, 1)
@@ -354,7 +367,7 @@ class Trainer:
         if self.world.rank == 0:
             print(
                 f"unisono: preempted at step {self.replica.step}, saved to {self.checkpoint}; "
-                "run the same command to go on",
+                "run the same command to resume",
                 file=sys.stderr,
             )
         raise SystemExit(sigterm.PREEMPTED)
@@ -402,7 +415,7 @@ class Trainer:
             if name in extra:
                 part.load_state_dict(extra[name])
             elif self.world.rank == 0:
-                warnings.warn(f"{loaded.path} was saved without {name}: it starts anew", stacklevel=3)
+                warnings.warn(f"{loaded.path} was saved without {name}: it starts from the beginning", stacklevel=3)
         self.history = History(extra["rows"], stopped_early=extra["stopped"])
         unknown = math.nan if extra["sums"]["samples"] else 0.0  # of a metric that is new, in an epoch cut through
         counted = [extra["sums"].get(name, unknown) for name in self._sum_names]

@@ -28,12 +28,12 @@ MOST_CALLS = 64  # in an interval: steps may become slower from one to the next
 
 
 def preempted(world: World | None = None) -> bool:
-    """Whether it is time to save and leave: a worker, or the launcher, has got SIGTERM.
+    """Whether it is time to save and leave: a worker, or the launcher, has received SIGTERM.
 
-    Every rank calls it after every step, and all get the same answer at the same call: False, and True from some call
-    on. That is after the step under way and the next one, or within a second if steps are short. The first call
-    makes this process note SIGTERM instead of ending at once; a second SIGTERM, two seconds later, ends it. After each
-    step of a loop:
+    Every rank calls it after every step, and all get the same answer at the same call: False, then True from some call
+    on. After the signal, that takes the current step and the next one, or up to a second if steps are short. The first
+    call makes this process note SIGTERM instead of ending at once; a second SIGTERM, two seconds later, ends it.
+    `world` is `un.join()` by default. After each step of a loop:
 
         if un.preempted():
             un.save("run/checkpoint", replica)

@@ -57,7 +57,7 @@ class Straggler:
         'rank 3 (host b) is 3.9x slower than the others since step 80: compute'
         """
         who = f"rank {self.rank} (host {self.host})" if with_host else f"rank {self.rank}"
-        what = "sends and gets bytes" if self.cause == "network" else "is"
+        what = "sends and receives bytes" if self.cause == "network" else "is"
         return f"{who} {what} {self.factor:.1f}x slower than the others since step {self.since}: {self.cause}"
 
 

@@ -27,7 +27,10 @@ def run_threads(
 ) -> list[T]:
     """Run `fn(world)` on `size` threads, each a rank; returns every rank's result, or raises the first error.
 
-    `hosts` names each rank's host, for `split`; `timeout_s` is how long a rank waits for another.
+    fn: called with the world, once per rank.
+    size: the number of ranks.
+    hosts: each rank's host, for `split`; default: all on one.
+    timeout_s: how long a rank waits for another.
 
     >>> import torch
     >>> run_threads(lambda world: world.all_reduce(torch.tensor(float(world.rank)), "sum").wait().item(), 3)
@@ -74,7 +77,10 @@ def run_threads(
 
 
 def simulate(size: int, *, rank: int = 0, bits_per_s: float = 1e9, latency_s: float = 1e-4, per_host: int = 1) -> World:
-    """A world of `size` ranks of which only this one exists, for costs without machines.
+    """A world of `size` ranks of which only `rank` exists, to compute costs without machines.
+
+    bits_per_s, latency_s: of the links between hosts.
+    per_host: ranks per host.
 
     >>> import torch
     >>> world = simulate(4, bits_per_s=1e9, latency_s=0.0)

@@ -148,7 +148,7 @@ class Engine:
         return ["127.0.0.1"] if self.local else []
 
     def threads(self, workers: int) -> int | None:
-        """Computing threads a worker; None: the cores of its host, divided by the workers there."""
+        """Computing threads per worker; None: the cores of its host, divided by the workers there."""
         return None
 
     def check(self, workers: int) -> None:

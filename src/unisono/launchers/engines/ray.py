@@ -172,7 +172,7 @@ class Ray(Engine):
             where = "on this host (address='auto')" if address == "auto" else f"at {address}"
             hint = "start one with `ray start --head`, or leave the address out"
             if address != "auto":
-                hint = "where its log says that a token is missing, set RAY_AUTH_MODE=token"
+                hint = "if its log says that a token is missing, set RAY_AUTH_MODE=token"
             raise EngineError(
                 f"Ray is not reachable {where}: {_brief(error).rstrip('.')}. Expected a running Ray: {hint}."
             ) from error

@@ -77,7 +77,7 @@ class Slurm(Engine):
             raise EngineError(f"`sinfo` had no answer after 30 s. {_no_controller()}") from None
         if answer.returncode:
             words = "; ".join(line.strip() for line in answer.stderr.splitlines())
-            raise EngineError(f"`sinfo` failed. {self.explain(answer.stderr, workers)}\nIts own words: {words}")
+            raise EngineError(f"`sinfo` failed. {self.explain(answer.stderr, workers)}\nIt said: {words}")
         cpus = sum(int(line.rpartition("/")[2]) for line in answer.stdout.split())  # allocated/idle/other/total
         if cpus < workers:
             raise EngineError(
@@ -165,7 +165,5 @@ def submit(script: str) -> str:
     if done.returncode:
         engine, words = Slurm(), done.stderr.strip()
         advice = engine.explain(words, 0) if any(text in words for text in _UNREACHABLE) else ""
-        raise EngineError(
-            f"sbatch refused the script (exit status {done.returncode}). {advice}\nIts own words: {words}"
-        )
+        raise EngineError(f"sbatch refused the script (exit status {done.returncode}). {advice}\nIt said: {words}")
     return done.stdout.strip()

@@ -111,7 +111,7 @@ class Lab(Engine):
                     f"the lab cannot create hosts here: {error}. --shaper auto runs without them"
                 ) from None
             print(
-                f"unisono: {error}; the workers' own transport holds bytes back instead, and groups that a program "
+                f"unisono: {error}; the workers' own transport throttles the links instead, and groups that a program "
                 "makes by torch.distributed are as fast as the machine",
                 file=sys.stderr,
             )

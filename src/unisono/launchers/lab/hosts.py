@@ -178,7 +178,9 @@ def _lay_out(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
             process.kill()
             words = process.communicate()[1].decode("utf-8", "replace").strip()
     if found is None:
-        raise NoNamespaces(f"the namespaces were not made: {words.splitlines()[-1] if words else 'no word of why'}")
+        raise NoNamespaces(
+            f"the namespaces were not made: {words.splitlines()[-1] if words else 'no reason was given'}"
+        )
     if "obstacle" in found:
         raise NoNamespaces(found["obstacle"])
     return found, fds

@@ -255,7 +255,7 @@ def _find_contradiction(one: Fault, other: Fault) -> str:
         both = one.kind == other.kind and one.step <= other.last and other.step <= one.last
         return f"`{one}` and `{other}` slow the same steps of rank {one.rank}: give each its own" if both else ""
     if "full-disk" in (one.kind, other.kind):
-        return f"`{other}` is there twice" if one == other else ""
+        return f"`{other}` appears twice" if one == other else ""
     if (one.step, one.phase) == (other.step, other.phase):
         return f"`{one}` and `{other}` happen to rank {one.rank} at one moment: give each its own step or phase"
     return ""
@@ -341,7 +341,7 @@ def find_armed() -> list[Armed]:
     if _armed is None:
         if os.environ.get(_FOR_USERS, "").strip() and not status.is_attached():
             raise RuntimeError(
-                f"{_FOR_USERS} is set, but this program was started without Unisono's launcher, which sees to it that "
+                f"{_FOR_USERS} is set, but this program was started without Unisono's launcher, which makes sure that "
                 f"every fault fires: start it with `unisono run` (on an engine: with --on) or un.launch, or unset "
                 f"{_FOR_USERS}"
             )

@@ -135,7 +135,7 @@ def _write(value: float, units: dict[str, float]) -> str:
 
 def _explain_unit(part: str, unit: str) -> str:
     if re.fullmatch(r"[kmg]?(bps|b|ib|bytes?|b/s|bit/s)", unit):
-        return f"{part.strip()!r} may mean bits or bytes: write kbit, mbit or gbit, which are bits a second"
+        return f"{part.strip()!r} may mean bits or bytes: write kbit, mbit or gbit, which are bits per second"
     if not part.strip():
         return "a part of it is empty"
     return f"{part.strip()!r} is no rate (kbit, mbit, gbit), or no latency (us, ms, s) after it"

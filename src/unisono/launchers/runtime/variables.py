@@ -34,13 +34,13 @@ FOR_USERS = {
     "UNISONO_DEBUGGER": "0: no debugger. In a worker: the addresses of the launcher's debugger hub",
     "UNISONO_DEBUG_WAIT_S": "how long stopped workers wait for a prompt if there is no terminal",
     "UNISONO_DISK": "folder for the scratch files of zero(optimizer_on='disk')",
-    "UNISONO_ENCRYPT": "1: encrypt all that hosts send to each other; 0: nothing; default: docs/networks.md",
+    "UNISONO_ENCRYPT": "1: encrypt everything that hosts send to each other; 0: nothing; default: docs/networks.md",
     "UNISONO_FAULTS": "fault script of every run that is started with it",
     "UNISONO_HOST": "name of this host; default: the system's",
     "UNISONO_HUGE_PAGES": "0: ask for no huge pages",
     "UNISONO_INTERFACE": "network interfaces of the ranks: a name, an address, a network, or several with commas",
     "UNISONO_LEDGER": "file for the trace of a program that uses the backend of torch.distributed",
-    "UNISONO_LOG": "where metrics are handed on to: tensorboard, wandb, ...",
+    "UNISONO_LOG": "where metrics are sent: tensorboard, wandb, ...",
     "UNISONO_METHODS": "folders of the user's own methods, separated by colons",
     "UNISONO_NET": "link of an emulated host, such as 100mbit,20ms",
     "UNISONO_PEER_MEMORY": "0: never read the private memory of other workers",
@@ -57,7 +57,7 @@ FOR_USERS = {
 
 # Set by this package for processes that it starts itself.
 INTERNAL = {
-    "UNISONO_AGENT": "launcher: all that the agent of a host is told, in JSON",
+    "UNISONO_AGENT": "launcher: everything that a host's agent needs, in JSON",
     "UNISONO_AGENT_PID": "agent: its own process, for the worker",
     "UNISONO_ATTEMPT": "launcher: name of this start of the workers, the prefix of their keys in the store",
     "UNISONO_CONTROL_FD": "elastic runs: socket to the launcher or agent",

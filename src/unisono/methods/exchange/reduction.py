@@ -274,7 +274,7 @@ class Reduction:
         dense = sum(dense_bytes(bucket, world.size) for bucket in self._buckets)
         if sends >= dense:
             warnings.warn(
-                f"{self.reducer.spec or 'this reducer'} sends {sends:,} bytes a rank and step in a world of "
+                f"{self.reducer.spec or 'this reducer'} sends {sends:,} bytes per rank and step in a world of "
                 f"{world.size}; the exact mean (dense) sends {dense:,}: it costs accuracy and saves nothing here",
                 stacklevel=6,
             )

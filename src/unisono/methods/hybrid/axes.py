@@ -45,12 +45,13 @@ def mesh(
 ) -> Mesh:
     """The ranks of `world` (default: `un.join()`) as a mesh of data × tensor × pipeline.
 
-    One axis may be -1: it has the ranks that remain. The data axis has them where it is left out; the others have one
-    rank then. Neighbouring ranks are on the tensor axis, as it sends most; the pipeline axis is the outermost. One
-    process alone is a mesh of ones: every call of the mesh works there too. A simulated world has the data axis alone.
+    One axis may be -1: it takes the remaining ranks. If `data` is left out, the data axis takes them; the other axes
+    then have one rank. Neighbouring ranks are on the tensor axis, as it sends most; the pipeline axis is the outermost.
+    One process alone is a mesh of ones: every call of the mesh works there too. A simulated world has the data axis
+    alone.
 
-    `backend` is that of torch's groups for the tensor and pipeline axes: by default "unisono" where torch knows it,
-    else "nccl" on CUDA devices and "gloo" on CPUs. A default group that the program has made is used as it is.
+    `backend` is that of torch's groups for the tensor and pipeline axes: by default "unisono" if torch knows it,
+    else "nccl" on CUDA devices and "gloo" on CPUs. If the program has created a default group, that is used.
 
     >>> mesh(data=2, tensor=2, world=World())  # one process
     Mesh(data=1, tensor=1, pipeline=1)
@@ -58,8 +59,8 @@ def mesh(
     world = world if world is not None else join()
     if world.elastic is not None:
         raise ValueError(
-            "a mesh needs every rank: in a run whose workers come and go there is no one to take a lost stage's place. "
-            "Start it without --least"
+            "a mesh needs every rank, and in an elastic run nobody can take a lost stage's place: use a fixed number "
+            "of workers (-n N)"
         )
     if world.transport is not None and world.transport.name == "simulated":  # of which only this rank exists
         return Mesh(world, (world.size, 1, 1), backend)

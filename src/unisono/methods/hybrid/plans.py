@@ -98,7 +98,7 @@ def _plan_pairs(
         if width % ranks:
             plan.reasons[end] = f"its {width} inputs do not divide by {ranks} ranks"
         elif _is_tied(layers, tied):
-            plan.reasons[end] = "its parameters are shared with another module: torch would split each by itself"
+            plan.reasons[end] = "its parameters are shared with another module: torch would split each separately"
         elif problem := _try_once(tried, module, firsts, last, ranks):
             plan.reasons[end] = problem
         else:
@@ -202,7 +202,7 @@ def _plan_embedding(plan: TensorPlan, name: str, module: nn.Embedding, ranks: in
     from torch.distributed.tensor.parallel import RowwiseParallel
 
     if _is_tied([module], tied):
-        plan.reasons[name] = "its parameter is shared with another module: torch would split each by itself"
+        plan.reasons[name] = "its parameter is shared with another module: torch would split each separately"
     elif (
         module.num_embeddings % ranks or module.sparse or module.max_norm is not None or module.padding_idx is not None
     ):

@@ -29,12 +29,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def split_stages(
     model: nn.Module, example: Any, stages: int, *, costs: Sequence[float] | None = None, world: World | None = None
 ) -> list[fx.GraphModule]:
-    """Cut `model` into so many modules, each of which takes what the one before it gives.
+    """Cut `model` into `stages` modules, each of which takes the previous one's output.
 
     `example` is what the model is called with: a tensor, or a tuple of arguments; a microbatch. Every step of forward
-    is run with it, forward and backward, and timed; the cuts make the slowest stage as fast as can be. `costs` (one for
-    each step that takes part, see `list_steps`) replaces the measurement. With `world`, rank 0's times are everyone's.
-    As many stages as can be have parameters that learn: an optimizer takes no fewer than one.
+    is run with it, forward and backward, and timed; the cuts make the slowest stage as fast as possible. `costs` (one
+    for each step that takes part, see `list_steps`) replaces the measurement. With `world`, rank 0's times are
+    everyone's. As many stages as possible get parameters that learn, because an optimizer needs at least one.
 
     The stages share the model's layers and parameters, under the same names.
 
@@ -55,8 +55,8 @@ def split_stages(
     allowed = measured.find_cuts()
     if len(allowed) < stages - 1:
         raise ValueError(
-            f"{stages} stages need {stages - 1} places to cut, and forward has {len(allowed)} where all that goes on "
-            "are tensors with gradients"
+            f"{stages} stages need {stages - 1} places to cut, and forward has {len(allowed)} at which "
+            "only tensors with gradients are passed on"
         )
     cuts = cut_evenly(seconds, stages, allowed, learning=[_learns(node, model) for node in steps])
     bounds = [0, *cuts, len(steps)]

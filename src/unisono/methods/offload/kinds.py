@@ -102,7 +102,7 @@ def _try(rule: OwnRule, group: Settings) -> Kind:
     moved = [(first - starts[0]).norm(), (second - starts[1]).norm()]
     apart = [(first - alone[0]).norm(), (second - alone[1]).norm()]
     if any(float(a) > _ROUNDED * float(m) for a, m in zip(apart, moved, strict=True)):
-        raise _refuse(rule, "two small matrices stepped together and each by itself came out differently")
+        raise _refuse(rule, "two small matrices gave different results stepped together and separately")
     return "tensors"
 
 
@@ -123,7 +123,7 @@ def _refuse(rule: OwnRule, why: str) -> ValueError:
     name = rule.optimizer_class.__name__
     return ValueError(
         f"{name} cannot be shared out among workers without knowing what its step of a tensor needs, and {why}. Say "
-        f"so: optimizer.{DECLARED} = False, if every element is stepped by itself; = True, if every tensor is. If its "
+        f"so: optimizer.{DECLARED} = False, if every element is stepped separately; = True, if every tensor is. If its "
         "step looks at several tensors together, use the allreduce strategy"
     )
 

@@ -62,7 +62,7 @@ def ef21(
     """
     if inner.memory:
         raise ValueError(
-            f"{inner.spec or 'this reducer'} keeps what it does not send, and ef21 would send that twice: give it with "
+            f"{inner.spec or 'this reducer'} keeps what it does not send, and ef21 would send that twice: pass it with "
             "feedback=False"
         )
     check_contracts(inner)

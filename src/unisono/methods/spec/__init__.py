@@ -105,7 +105,7 @@ def _add(folder: str, said: str) -> None:
         if path in known or not os.path.isdir(path):
             continue
         if taken := _list_methods([path]) & _list_methods(known):
-            raise ValueError(f"{said}: {path} has {min(taken)!r}, and there is a method of that name: give it another")
+            raise ValueError(f"{said}: {path} has {min(taken)!r}, which is the name of another method: rename it")
         known.append(path)
     importlib.invalidate_caches()
 

@@ -477,7 +477,7 @@ class AnchoredReplica(PeriodicReplica):
         count = shared["fragments"]
         if self.fragments and count not in (0, len(self.fragments)):
             raise ValueError(
-                f"the checkpoint has {count} fragment(s), this strategy {len(self.fragments)}: go on with the "
+                f"the checkpoint has {count} fragment(s), this strategy {len(self.fragments)}: resume with the "
                 "number of fragments it was saved with"
             )
         self._forget_pending(keep_arrived=False)
@@ -582,7 +582,7 @@ class AnchoredReplica(PeriodicReplica):
             return ""
         return (
             f"the exchange of {len(dropped)} fragment(s) did not arrive: their differences go with the next "
-            "one, what their reducers kept back is gone"
+            "one, what their reducers kept back is lost"
         )
 
     def _average_parameters(self, change: Change) -> None:

@@ -145,8 +145,8 @@ def void(_: Any) -> None:
 
 
 def average(replica: Replica, decay: Decay = None, *, start: int = 0, every: int = 1) -> Average:
-    """Keep a running average of the weights that `replica` trains, from here on: after every step of the optimizer it
-    moves by itself. Every rank calls it alike.
+    """Keep a running average of the weights that `replica` trains, updated after every step of the optimizer from
+    here on. Every rank makes the same call.
 
     The first step that counts sets it to the weights; from then on a <- decay * a + (1 - decay) * w, as
     `torch.optim.swa_utils` does. Steps that AMP skips do not count. Buffers have no average: evaluated and exported
@@ -157,7 +157,7 @@ def average(replica: Replica, decay: Decay = None, *, start: int = 0, every: int
     start: steps before the first that counts.
     every: one step in so many counts.
 
-    It is part of `un.save` and `un.load`: make it before you load.
+    `un.save` and `un.load` include it: create it before you load.
 
     >>> import unisono as un
     >>> model = nn.Linear(2, 1)
@@ -202,7 +202,7 @@ def _check(replica: Replica, decay: Decay, start: int, every: int) -> Settings:
         if type(value) is not int or value < least:
             raise ValueError(f"got {name}={value!r}, expected a whole number of steps, {least} or more")
     if kind == "schedule_free" and (start or every > 1):
-        raise ValueError("a schedule-free optimizer averages by itself, every step: leave start and every out")
+        raise ValueError("a schedule-free optimizer does its own averaging, every step: leave start and every out")
     if replica.is_closed:
         raise ValueError("un.average of a replica that is closed: call un.parallel first, then un.average")
     if replica.weight_average is not None:
@@ -325,8 +325,8 @@ class Average:
             )
         if self._values.is_common and self.replica.elastic is not None:
             raise ValueError(
-                "average.applied() under shared, in a run whose workers come and go: one that is lost inside the block "
-                "would take its part of the weights along. Evaluate un.read_checkpoint(path)['average'], or train with "
+                "average.applied() under shared, in an elastic run: with a worker that is lost inside the block, its "
+                "part of the weights would be lost. Evaluate un.read_checkpoint(path)['average'], or train with "
                 "allreduce or zero"
             )
         self.settle()

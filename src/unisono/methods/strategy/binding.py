@@ -51,18 +51,21 @@ def parallel(
 ) -> Replica:
     """Train `model` together with the other ranks of `world`; the loop stays as it is.
 
-    `optimizer` may be a list, of optimizers that hold each trainable parameter once: [muon, adamw]. The loop steps each
-    of them, in any order, one less often than another if it likes.
+    The model stays the same module, and rank 0's parameters and buffers become everyone's. Every rank calls it.
+    Returns the replica, which `un.save`, `un.load` and `un.average` take.
 
-    `world` may be a process group of torch.distributed, or one dimension of a DeviceMesh: `mesh["data"]`.
-
-    `skip_outliers=10` skips a step, on all ranks, if the gradient norm or the loss of one rank alone is not finite or
-    more than ten times that of the others and of before; a warning and the record name the rank and its samples. It
-    costs a pass over the gradients, and a message of 24 bytes, a step.
-
-    `strategy` is a spec such as "allreduce(accumulate=4)" or an object; `settings` override its fields.
-    The model stays the same module. Rank 0's parameters and buffers become everyone's. With UNISONO_STRATEGY in the
-    environment (`unisono run --strategy`) that spec counts, instead of `strategy` and `settings`.
+    Args:
+        model: The module to train.
+        optimizer: Steps the model's trainable parameters. Or a list of optimizers that hold each of them once:
+            [muon, adamw]. Your loop steps each, in any order, and as often as it likes.
+        strategy: A method's spec such as "allreduce(accumulate=4)", or an object. UNISONO_STRATEGY in the environment
+            (`unisono run --strategy`) overrides it, and `settings` with it.
+        world: The ranks that train together; default: `un.join()`. Or a process group of torch.distributed, or one
+            dimension of a DeviceMesh: `mesh["data"]`.
+        skip_outliers: A factor, such as 10: skip a step, on all ranks, if the gradient norm or the loss of one rank
+            alone is not finite, or more than so many times that of the others and of earlier steps. A warning and the
+            record name the rank and its samples. Costs a pass over the gradients and a message of 24 bytes per step.
+        settings: Fields of the strategy, which override those of `strategy`.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 2)

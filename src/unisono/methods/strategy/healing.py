@@ -133,11 +133,12 @@ _followed: weakref.WeakKeyDictionary[World, Followed] = weakref.WeakKeyDictionar
 
 
 def follow(counters: MutableMapping[str, Any] | Any, *, world: World | None = None) -> Any:
-    """Let the program's own counters follow the training, where workers come and go. Returns them.
+    """Keep the program's own counters in step with the training in an elastic run. Returns them.
 
-    `counters` is a dict of plain values and tensors, or has `state_dict()` and `load_state_dict()`. Where a step is
-    repeated because a worker was lost in it, they are set back to what they were before it; a worker that comes gets
-    those of the others. Every rank calls it, before training. In a world whose workers stay it does nothing.
+    `counters` is a dict of plain values and tensors, or has `state_dict()` and `load_state_dict()`. If a step is
+    repeated because a worker was lost in it, they are reset to their values before it; a joining worker gets the
+    others' values. Every rank of `world` (default: `un.join()`) calls it, before training. In a run with a fixed number
+    of workers it does nothing.
 
     >>> counters = follow({"seen": 0}, world=World())
     >>> counters["seen"] += 1
@@ -458,8 +459,8 @@ class Healing:
         source = max(range(self.world.size), key=lambda r: (*(every[r][what] for what in _FURTHEST), -r))
         if every[source]["commits"] < 0:
             raise StateLost(
-                "the workers that had all of the model were lost while the others were being given it: start the run "
-                "anew from its last checkpoint"
+                "all workers with the whole model were lost while they sent it to the others: restart the run "
+                "from its last checkpoint"
             )
         self._refuse_strangers(every, source)
         behind = every[source]["commits"] > self.commits or joins

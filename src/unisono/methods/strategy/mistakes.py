@@ -121,7 +121,7 @@ class SameData:
             warn_user(
                 f"the ranks train on the same samples: in {_WINDOWS} windows every rank had the same gradients, so "
                 f"{self._world.size} workers do the work of one. Give each its part of the data: un.shard(dataset, "
-                "batch_size=...) instead of a DataLoader over all of it. Where that is meant, ignore this warning "
+                "batch_size=...) instead of a DataLoader over all of it. If that is intended, ignore this warning "
                 "(warnings.filterwarnings)"
             )
 

@@ -47,4 +47,4 @@ def run_check(section: str, name: str, check: Callable[[], Sequence[Finding]]) -
         return list(check())
     except Exception as error:
         text = f"could not be examined: {type(error).__name__}: {error}"
-        return [Finding(section, name, "bad", text, "an error of the check itself: please report it, with this line")]
+        return [Finding(section, name, "bad", text, "a bug in this check: please report it, with this line")]

@@ -138,7 +138,7 @@ def _compare(name: str, text: str, version: str, tested: tuple[tuple[int, int], 
     known = f"the tests run with {_show(oldest)} to {_show(newest)}"
     if number < oldest:
         return Finding(INSTALLED, name, "bad", text, f"{known}: {remedy}", values)
-    return judge(INSTALLED, name, text, f"newer than what was tried: {known}" if number > newest else "", values)
+    return judge(INSTALLED, name, text, f"newer than the tested versions: {known}" if number > newest else "", values)
 
 
 # Extras ---------------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def check_extras(requirements: Iterable[str] | None = None, find: FindVersion = 
             found.append(Finding(INSTALLED, f"[{extra}]", "ok", text, values={"versions": versions}))
     if absent:
         text = f"not installed: {', '.join(absent)}"
-        found.append(Finding(INSTALLED, "other extras", "ok", text, "where wanted: pip install 'unisono[NAME]'"))
+        found.append(Finding(INSTALLED, "other extras", "ok", text, "to add one: pip install 'unisono[NAME]'"))
     return found
 
 
@@ -226,7 +226,7 @@ def check_cores(cores: int | None = None, memory: int | None = None, free: int |
     memory, free = host_bytes() if memory is None else memory, available_bytes() if free is None else free
     text = f"{cores} usable core{'s' * (cores > 1)}; {show_size(free)} of {show_size(memory)} memory are free"
     values = {"cores": cores, "memory_bytes": memory, "free_bytes": free}
-    little = "a worker takes some 300 MiB before its model: end something, or start few workers"
+    little = "a worker uses about 300 MiB before its model: close other programs, or start fewer workers"
     return [judge(SECTION, "cores and memory", text, little if free < _LITTLE_MEMORY else "", values)]
 
 
@@ -237,11 +237,9 @@ def check_shared_memory(
     found = []
     try:
         os.close(make())
-        found.append(Finding(SECTION, "memfd", "ok", "memory that workers share can be made"))
+        found.append(Finding(SECTION, "memfd", "ok", "memory that workers share can be created"))
     except (OSError, AttributeError) as error:
-        advice = (
-            "workers of one host meet in it: Linux 3.17 or newer, and no filter on memfd_create (seccomp), is needed"
-        )
+        advice = "workers of one host share it: use Linux 3.17 or newer, without a seccomp filter on memfd_create"
         found.append(Finding(SECTION, "memfd", "bad", f"memfd_create fails: {error}", advice))
     try:
         room = os.statvfs(folder)
@@ -252,8 +250,8 @@ def check_shared_memory(
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     text, values = f"{show_size(free)} of {show_size(size)} are free", {"size_bytes": size, "free_bytes": free}
     small = (
-        "our own memory does not lie there, but a DataLoader with num_workers puts batches there, and dies where "
-        "it is full: docker run --shm-size=1g (or --ipc=host), or mount -o remount,size=1g /dev/shm"
+        "Unisono does not use it, but a DataLoader with num_workers puts batches there and dies when it is full: "
+        "docker run --shm-size=1g (or --ipc=host), or mount -o remount,size=1g /dev/shm"
     )
     return [*found, judge(SECTION, "/dev/shm", text, small if free < _SMALL_SHM else "", values)]
 
@@ -265,7 +263,7 @@ def check_huge_pages(pages: HugePages | None = None) -> list[Finding]:
     text = "; ".join(line.removeprefix("huge pages ") for line in lines if not line.startswith("  "))
     advice = "; ".join(line.strip() for line in lines if line.startswith("  "))
     if not are_wanted():
-        return [Finding(SECTION, "huge pages", "ok", f"{text}; UNISONO_HUGE_PAGES=0: they are not asked for")]
+        return [Finding(SECTION, "huge pages", "ok", f"{text}; UNISONO_HUGE_PAGES=0: they are not requested")]
     state: State = "warn" if pages.own == "never" or pages.shared == "deny" else "ok"
     return [Finding(SECTION, "huge pages", state, text, advice, {"own": pages.own, "shared": pages.shared})]
 
@@ -274,7 +272,7 @@ def check_descriptors(limits: tuple[int, int] | None = None) -> list[Finding]:
     """How many files a process may have open: connections, memory of other workers, files of data."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
     endless = resource.RLIM_INFINITY
-    text = "without limit" if soft == endless else f"{soft} a process"
+    text = "without limit" if soft == endless else f"{soft} per process"
     advice = f"`ulimit -n {4096 if hard == endless else min(hard, 4096)}` before a run"
     values = {"soft": soft, "hard": hard}
     if soft != endless and soft < _VERY_FEW:
@@ -298,12 +296,12 @@ def check_clock(read: Callable[[], int] | None = None, *, matters: bool = False)
     """Whether something (NTP, PTP) keeps this host's clock right; between hosts that matters."""
     state = _read_clock_state() if read is None else read()
     if state == _UNSYNCHRONISED:
-        text = "nothing keeps it right (NTP, PTP), says the kernel"
+        text = "not synchronised (NTP, PTP), according to the kernel"
         if matters:
             advice = "times in the logs of hosts cannot be compared: run chrony or systemd-timesyncd on each"
             return [Finding(SECTION, "clock", "warn", text, advice)]
-        return [Finding(SECTION, "clock", "ok", f"{text}; on one host nothing needs that")]
-    return [Finding(SECTION, "clock", "ok", "kept right" if state >= 0 else "the kernel does not say")]
+        return [Finding(SECTION, "clock", "ok", f"{text}; one host does not need that")]
+    return [Finding(SECTION, "clock", "ok", "synchronised" if state >= 0 else "the kernel does not say")]
 
 
 def _read_clock_state() -> int:
@@ -338,7 +336,7 @@ def check_runs_folder(folder: Path | None = None, mounts: str | None = None) -> 
     elif kind.startswith(_NETWORK_FILES):
         advice = f"a record is written twice a second, over the network there: {elsewhere} on a disk of this host"
     elif kind == "tmpfs":
-        advice = f"it is memory, and gone at the next start: {elsewhere}"
+        advice = f"it is in memory, and lost at the next boot: {elsewhere}"
     return [judge(SECTION, name, text, advice, values)]
 
 
@@ -372,7 +370,7 @@ def check_engines(
         found = [Finding(SECTION, "spark", "warn", f"{there['spark']}, and no java", advice)]
     absent = [name for name in (*_PROGRAMS, *_PACKAGES) if name not in there]
     text = ", ".join(f"{name} ({path})" for name, path in there.items()) or "none"
-    text += f"; not here: {', '.join(absent)}" if absent else ""
+    text += f"; missing: {', '.join(absent)}" if absent else ""
     return [Finding(SECTION, "engines", "ok", text, values={"engines": there}), *found]
 
 
@@ -383,6 +381,6 @@ def check_lab(find: Callable[[], str] | None = None) -> list[Finding]:
     obstacle = (find_obstacle if find is None else find)()
     if obstacle:
         text = f"emulated hosts cannot be network namespaces here: {obstacle}"
-        advice = "`unisono run --hosts` works without: the workers' own transport holds bytes back then"
+        advice = "`unisono run --hosts` still works: the workers' own transport throttles the links"
         return [Finding(SECTION, "lab", "warn", text, advice)]
-    return [Finding(SECTION, "lab", "ok", "emulated hosts can be network namespaces, with links that tc holds back")]
+    return [Finding(SECTION, "lab", "ok", "emulated hosts can be network namespaces, with links throttled by tc")]

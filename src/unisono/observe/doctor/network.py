@@ -106,7 +106,7 @@ def check_sockets() -> list[Finding]:
             said = far.recv(16)
     except OSError as error:
         advice = (
-            "workers meet at 127.0.0.1: is the loopback device up (`ip link set lo up`), and not behind a firewall?"
+            "workers meet at 127.0.0.1: check that the loopback device is up (`ip link set lo up`) and not firewalled"
         )
         return [Finding(SECTION, "sockets", "bad", f"no connection over 127.0.0.1: {error}", advice)]
     assert said == b"unisono", said
@@ -126,12 +126,12 @@ def check_interface(
         return [_check_named(named)]
     asked = env.get("GLOO_SOCKET_IFNAME", "")
     if asked and not set(asked.split(",")) <= set(known):
-        advice = f"there are {', '.join(known)}: set it to one of them, or unset it"
+        advice = f"set it to one of {', '.join(known)}, or unset it"
         return [Finding(SECTION, "interface", "bad", f"GLOO_SOCKET_IFNAME={asked} is not on this host", advice)]
     if asked:
         return [Finding(SECTION, "interface", "ok", f"{asked}, as GLOO_SOCKET_IFNAME says")]
     if not address:
-        return [Finding(SECTION, "interface", "ok", "there is no way to other hosts; on one host none is needed")]
+        return [Finding(SECTION, "interface", "ok", "no route to other hosts; a run on one host needs none")]
     name = interface_of_address(address)
     values = {"interface": name, "address": address}
     text = f"{name or 'unknown'} ({address}) towards other hosts"
@@ -141,9 +141,9 @@ def check_interface(
     except OSError:
         mine = ""
     if not mine or mine.startswith("127."):
-        text += f"; the name {host} means {mine or 'nothing'} here, and our launchers name the interface themselves"
+        text += f"; the name {host} resolves to {mine or 'nothing'} here; the launchers set the interface"
         advice = (
-            f"for programs that are started without them, on several hosts: GLOO_SOCKET_IFNAME={name} and "
+            f"for programs on several hosts without a launcher, set GLOO_SOCKET_IFNAME={name} and "
             f"NCCL_SOCKET_IFNAME={name}"
         )
         return [Finding(SECTION, "interface", "ok", text, advice, values)]
@@ -170,16 +170,16 @@ def check_reach(env: Mapping[str, str] = os.environ, address: str | None = None)
         return [Finding(SECTION, "reach", "bad", str(error), "a run here ends with this error")]
     address = address_towards(_ELSEWHERE) if address is None else address
     where = f"ports {ports}" if ports else f"any port above 1024 ({PORTS}=40000-40100 narrows that)"
-    text = f"each host connects to each other one, both ways, at {where}"
+    text = f"every host must reach every other, in both directions, at {where}"
     if not address:
-        return [Finding(SECTION, "reach", "ok", f"there is no way to other hosts; between hosts, {text}")]
+        return [Finding(SECTION, "reach", "ok", f"no route to other hosts; between hosts, {text}")]
     if ports and count < 4:
         advice = f"{count} ports: each rank of a host needs one, and a launcher three more; name a wider range"
         return [Finding(SECTION, "reach", "warn", text, advice, {"ports": ports})]
     advice = (
-        "a host behind a NAT cannot be connected to, nor one whose firewall is open one way only: join them by a VPN"
+        "a host behind NAT, or with a firewall open in one direction only, cannot be reached: connect hosts by a VPN"
     )
-    kind = "public: all is encrypted there" if is_public(address) else "private"
+    kind = "public: everything is encrypted there" if is_public(address) else "private"
     return [Finding(SECTION, "reach", "ok", f"{address} is {kind}; {text}", advice, {"ports": ports})]
 
 
@@ -244,19 +244,19 @@ def judge_visits(visits: Sequence[Visit], mine: Mapping[str, str | None]) -> lis
 def _judge_visit(one: Visit, mine: Mapping[str, str | None]) -> Finding:
     name = f"host {one.host}"
     if one.error:
-        advice = "`ssh HOST true` must work without a password, and its Python be where this host has it (or --python)"
+        advice = "`ssh HOST true` must work without a password, with Python at the same path as here (or pass --python)"
         return Finding(SECTION, name, "bad", f"not reached: {one.error}", advice)
     listed = ", ".join(f"{what} {version or 'missing'}" for what, version in one.versions.items())
     off = f"clock {1e3 * one.clock_s:+.0f} ms (± {1e3 * one.there_and_back_s / 2:.0f})"
     text, values = f"reached; {listed}; {off}", {"clock_s": one.clock_s, "versions": dict(one.versions)}
     missing = [what for what in ("unisono", "torch") if not one.versions.get(what)]
     if missing:
-        advice = f"install {' and '.join(missing)} there, in the Python that is asked ({one.versions.get('python')})"
+        advice = f"install {' and '.join(missing)} there, for the Python in use ({one.versions.get('python')})"
         return Finding(SECTION, name, "bad", text, advice, values)
     advice = ""
     other = [what for what, version in one.versions.items() if _lead(version) != _lead(mine.get(what))]
     if other:
-        advice = f"other versions than here of {', '.join(other)}: workers of one run should have the same"
+        advice = f"versions of {', '.join(other)} differ from this host: all workers of a run should have the same"
     elif abs(one.clock_s) > _CLOCK_OFF_S + one.there_and_back_s / 2:
         advice = "times in logs cannot be compared: run chrony or systemd-timesyncd on each host"
     return judge(SECTION, name, text, advice, values)
@@ -280,7 +280,7 @@ def _measure_between(hosts: Hosts) -> list[Finding]:
     try:
         answers = engine.call(measure_links, len(names), threads=1, output="rank0", timeout_s=_LINKS_S)
     except (EngineError, WorkerError, TimeoutError) as error:
-        advice = "workers start there and do not reach each other, or this host: look for firewalls, and at `ip route`"
+        advice = "workers start there but cannot reach each other or this host: check firewalls and `ip route`"
         return [Finding(SECTION, "between hosts", "bad", f"one worker on each: {error}", advice)]
     return [*judge_links(answers[0]["links"], names), *judge_encryption(answers[0]["encryption"])]
 

@@ -35,13 +35,11 @@ def check_transports(launch: Callable[..., list[Answer]] | None = None) -> list[
             try_transports, 2, threads=1, output="rank0", timeout_s=_PATIENCE_S
         )
     except TimeoutError:
-        text = f"two workers did not come to an end in {_PATIENCE_S:g} s"
+        text = f"two workers did not finish within {_PATIENCE_S:g} s"
         advice = "try `unisono run -n 2` with a program of yours; `unisono stacks` shows what its workers wait for"
         return [Finding(SECTION, "workers", "bad", text, advice)]
     except WorkerError as error:
-        advice = (
-            "nothing can be run before that is solved: `python -c 'import torch'` in the same environment may say more"
-        )
+        advice = "no run works until this is solved: `python -c 'import torch'` in the same environment may say more"
         return [Finding(SECTION, "workers", "bad", f"two workers could not be run: {error}", advice)]
     return judge_answers(answers)
 
@@ -150,27 +148,27 @@ def judge_answers(answers: Sequence[Answer], yama: Path = _YAMA, devices: Path =
         _judge(
             answers,
             "messages between hosts",
-            "hosts talk by it: look whether a firewall closes ports above 1024, and whether GLOO_SOCKET_IFNAME names "
-            "an interface of this host; on one host runs do without",
+            "hosts exchange over it: check that no firewall blocks ports above 1024, and that GLOO_SOCKET_IFNAME names "
+            "an interface of this host; runs on one host do not need it",
             fatal=False,
         ),
         _judge(
             answers,
             "encrypted messages",
-            "between hosts on different networks, or at public addresses, all is encrypted: where that does not work, "
-            "join them by a VPN, and give runs --no-encrypt",
+            "between hosts on different networks, or at public addresses, everything is encrypted: if that fails, "
+            "connect them by a VPN and pass --no-encrypt",
             fatal=False,
         ),
         _judge_backend(answers),
         _judge_devices(answers[0], devices),
     ]
     if answers[0]["gpus"]:
-        found.append(_judge(answers, "NCCL", "GPUs talk by it: NCCL_DEBUG=INFO in the environment of a run says more"))
+        found.append(_judge(answers, "NCCL", "GPUs exchange over it: set NCCL_DEBUG=INFO for details"))
     return found
 
 
 def _judge(answers: Sequence[Answer], name: str, advice: str, *, fatal: bool = True) -> Finding:
-    tried = [answer.get(name, {"error": "it was not tried"}) for answer in answers]
+    tried = [answer.get(name, {"error": "not tried"}) for answer in answers]
     errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(tried) if "error" in one]
     if errors:
         return Finding(SECTION, name, "bad" if fatal else "warn", "; ".join(dict.fromkeys(errors)), advice)
@@ -192,17 +190,17 @@ def _judge_reading(answers: Sequence[Answer], yama: Path) -> Finding:
     advice = "in a container: --cap-add=SYS_PTRACE, or a seccomp profile that allows it" + (
         "; as root: sysctl kernel.yama.ptrace_scope=1" if why else ""
     )
-    text = f"not permitted{why}: tensors are copied through shared memory, which works and takes a little longer"
+    text = f"not permitted{why}: tensors are copied through shared memory, which is slightly slower"
     return Finding(SECTION, name, "warn", text, advice)
 
 
 def _judge_backend(answers: Sequence[Answer]) -> Finding:
     name = "torch backend"
     if all(answer["backend"].get("registered") for answer in answers):
-        return Finding(SECTION, name, "ok", 'init_process_group("unisono") is known to torch')
+        return Finding(SECTION, name, "ok", 'torch knows init_process_group("unisono")')
     text = answers[0]["backend"].get("error", "torch does not know the backend `unisono`")
     return Finding(
-        SECTION, name, "warn", text, "pip install unisono into this environment: it is found by its metadata"
+        SECTION, name, "warn", text, "pip install unisono into this environment: torch finds it by its metadata"
     )
 
 
@@ -215,10 +213,10 @@ def _judge_devices(answer: Mapping[str, Any], device_file: Path) -> Finding:
             SECTION, "devices", "ok", f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}: {each}; CUDA {build}", "", values
         )
     if device_file.exists():
-        text = "there is a GPU, and torch sees none"
+        text = "this host has a GPU, but torch sees none"
         if build is None:
             advice = "this torch is a build for CPUs: pip install torch from the index of a CUDA build (pytorch.org)"
         else:
-            advice = f"built for CUDA {build}: does the driver (nvidia-smi) have it, does CUDA_VISIBLE_DEVICES hide it?"
+            advice = f"built for CUDA {build}: check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
         return Finding(SECTION, "devices", "warn", text, advice, values)
     return Finding(SECTION, "devices", "ok", "no GPU here: workers train on the CPU", "", values)

@@ -58,13 +58,13 @@ def open_address(bind: str = "127.0.0.1", port: int | None = None) -> Opened:
         listener = _listen(bind, port or 0)
     except OSError as error:
         if not port or error.errno not in _IN_USE:
-            raise NoPage(f"no page: {bind}:{port or 0} cannot be listened at: {_explain(error)}") from None
+            raise NoPage(f"no page: cannot listen at {bind}:{port or 0}: {_explain(error)}") from None
         why = "is in use" if error.errno == errno.EADDRINUSE else "may not be used by this user"
-        note = f"port {port} {why}; the page has another"
+        note = f"port {port} {why}; the page uses another"
         try:
             listener = _listen(bind, 0)
         except OSError as other:
-            raise NoPage(f"no page: {bind} cannot be listened at: {_explain(other)}") from None
+            raise NoPage(f"no page: cannot listen at {bind}: {_explain(other)}") from None
     return Opened(listener, bind, secrets.token_urlsafe(18), note)
 
 

@@ -147,7 +147,7 @@ def _draw_rest(speeds: dict[int, Speed], count: int) -> Text:
         return Text(f"and {count:,} more", style="dim")
     low, middle, high = np.percentile(own, [5, 50, 95])
     return Text(
-        f"and {count:,} more; own time of a step, all ranks: median {show_s(middle)}, 5 % below {show_s(low)}, "
+        f"and {count:,} more; own time per step, all ranks: median {show_s(middle)}, 5 % below {show_s(low)}, "
         f"5 % above {show_s(high)}",
         style="dim",
     )

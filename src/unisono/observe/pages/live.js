@@ -178,8 +178,8 @@
     const tiles = [["step", step < 0 ? "–" : step.toLocaleString("en")]];
     if (last.length) {
       const parts = PARTS.map((_, i) => mean(2 + i)), wall = parts.reduce((a, b) => a + b, 0);
-      tiles.push(["steps a second", number(Number(mean(0).toPrecision(3)))], ["a step", seconds(wall)],
-        ["sent a second", bytes(mean(1))], ["of it waiting", `${Math.round(100 * parts[3] / (wall || 1))} %`]);
+      tiles.push(["steps/s", number(Number(mean(0).toPrecision(3)))], ["time per step", seconds(wall)],
+        ["sent per second", bytes(mean(1))], ["of it waiting", `${Math.round(100 * parts[3] / (wall || 1))} %`]);
     }
     for (const [key, series] of [...state.metrics].slice(0, 2)) {
       const point = series.points[series.points.length - 1];
@@ -238,7 +238,7 @@
     const parts = PARTS.map((_, i) => column((row) => row[2 + i]));
     const stack = PARTS.map((_, i) => column((row) => row.slice(2, 3 + i).reduce((a, b) => a + b, 0)));
     const cost = chart("cost", {
-      title: "Time of a step", x: "time", zero: true, clip: 1, show: seconds, keys: PARTS.map((part) => [part, part]),
+      title: "Time per step", x: "time", zero: true, clip: 1, show: seconds, keys: PARTS.map((part) => [part, part]),
       series: [...PARTS].reverse().map((part) => ({ label: part, colour: `--${part}`, fill: true, width: 0, stroke: null })),
       tip: (data, i) => PARTS.map((part, p) => [part, data[PARTS.length - p][i] == null ? null : data[PARTS.length - p][i] - (p ? data[PARTS.length - p + 1][i] : 0)]),
     });
@@ -246,15 +246,15 @@
     cost.update([xs, ...[...stack].reverse()], marks, total == null ? "" : `${seconds(total)}, ${Math.round(100 * latest(parts[0]) / (total || 1))} % compute`);
 
     const speed = column((row) => row[0]);
-    chart("speed", { title: "Steps a second", x: "time", zero: true, series: [{ label: "steps/s", colour: "--c0" }] })
+    chart("speed", { title: "Steps per second", x: "time", zero: true, series: [{ label: "steps/s", colour: "--c0" }] })
       .update([xs, speed], marks, latest(speed) == null ? "" : number(latest(speed)));
     const sent = column((row) => row[1]);
-    chart("sent", { title: "Bytes a second, sent by all ranks", x: "time", zero: true, show: bytes, series: [{ label: "", colour: "--c6", fill: "33" }] })
+    chart("sent", { title: "Bytes per second, sent by all ranks", x: "time", zero: true, show: bytes, series: [{ label: "", colour: "--c6", fill: "33" }] })
       .update([xs, sent], marks, latest(sent) == null ? "" : `${bytes(latest(sent))}/s`);
     if (state.ranks.size > 4) {
       const [low, middle, high, most] = [7, 8, 9, 10].map((i) => column((row) => row[i]));
       chart("spread", {
-        title: "A rank's own time in a step (compute and data)", x: "time", zero: true, clip: 4, show: seconds, bands: [{ series: [3, 1], colour: "--c0" }],
+        title: "A rank's own time per step (compute and data)", x: "time", zero: true, clip: 4, show: seconds, bands: [{ series: [3, 1], colour: "--c0" }],
         series: [{ label: "5 % of ranks below", colour: "--c0", width: 0.5 }, { label: "median", colour: "--c0" },
           { label: "95 % below", colour: "--c0", width: 0.5 }, { label: "slowest", colour: "--c1", width: 1.25 }],
       }).update([xs, low, middle, high, most], marks, latest(most) == null ? "" : `median ${seconds(latest(middle))}, slowest ${seconds(latest(most))}`);
@@ -349,10 +349,10 @@
     setText($("details-title"), LiveRanks.nameOf(rank));
     const facts = [["state", rank.state === "silent" ? `silent for ${clock(state.now - rank.last)}` : rank.state], ["host", rank.host], ["process", rank.pid], ["device", rank.device],
       ["step", rank.step < 0 ? null : rank.step.toLocaleString("en")], ["last heard", rank.last ? `at ${clock(rank.last - state.begin())}` : null],
-      ["steps a second", rank.steps_s == null ? null : number(rank.steps_s)],
-      ["a step", rank.compute == null ? null : PARTS.filter((p) => rank[p] > 0).map((p) => `${p} ${seconds(rank[p])}`).join(", ")],
+      ["steps per second", rank.steps_s == null ? null : number(rank.steps_s)],
+      ["time per step", rank.compute == null ? null : PARTS.filter((p) => rank[p] > 0).map((p) => `${p} ${seconds(rank[p])}`).join(", ")],
       ["own time", rank.factor == null ? null : `${rank.factor.toFixed(2)} times the median of all ranks`],
-      ["sent", rank.bytes_s == null ? null : `${bytes(rank.bytes_s)} a second`]].filter(([, value]) => value != null);
+      ["sent", rank.bytes_s == null ? null : `${bytes(rank.bytes_s)} per second`]].filter(([, value]) => value != null);
     const list = $("details-facts");
     const text = JSON.stringify(facts);
     if (list.dataset.text !== text) {

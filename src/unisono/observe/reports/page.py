@@ -73,12 +73,12 @@ def _show_costs(found: Summary) -> list[Block]:
     note = "Hidden communication runs behind compute and costs no time."
     if len(shown) < len(trained):
         note = f"The {len(shown)} slowest of {len(trained)} ranks. {note}"
-    bars = Bars("A mean step of each rank", "ms", list_parts(found), rows, note)
+    bars = Bars("Mean time per step, by rank", "ms", list_parts(found), rows, note)
     slowest = [] if found.slowest is None else [found.slowest.text]
     said = _make_sentences([*slowest, describe_speed_up(found), *found.notes])
     mesh = [("mesh", "")] if any(rank.mesh_place for rank in found.ranks) else []
     times = [(part, "ms") for part in ("step", *PARTS, "hidden", "longest")]
-    heads = [("rank", ""), *mesh, ("host", ""), *times, ("sent", "a step"), ("steps", ""), ("samples", "")]
+    heads = [("rank", ""), *mesh, ("host", ""), *times, ("sent", "per step"), ("steps", ""), ("samples", "")]
     return [*said, bars, Table(heads, [list_rank_cells(found, rank, details=True) for rank in shown])]
 
 
@@ -108,7 +108,7 @@ def _show_metrics(found: Summary) -> list[Block]:
     for metric in found.metrics:
         if metric.how == "rank":
             shown = ", ".join(f"rank {r}: {show_number(v)}" for r, v in list(metric.ranks.items())[:_MOST_RANKS])
-            blocks.append(f"{metric.name}, each rank's own, the last: {shown}")
+            blocks.append(f"{metric.name}, last value of each rank: {shown}")
     return blocks
 
 
@@ -118,7 +118,7 @@ def _show_bytes(found: Summary) -> list[Block]:
         return []
     rows = [[kind, show_bytes(sent), f"{100 * sent / total:.1f} %"] for kind, sent in found.bytes_by_kind.items()]
     rows.append(["all", show_bytes(total), "100 %"])
-    note = ["By a formula, not counted where they were sent."] if found.bytes_by_formula else []
+    note = ["Computed by a formula, not counted."] if found.bytes_by_formula else []
     return [Table([("kind", ""), ("sent by all ranks", ""), ("share", "")], rows), *note]
 
 
@@ -135,7 +135,7 @@ def _show_balance(found: Summary) -> list[Block]:
         parts = [*(f"class {name}" for name in names), "others"]
         if not any(values[-1] for _, values in rows):
             parts, rows = parts[:-1], [(name, values[:-1]) for name, values in rows]
-        blocks.append(Bars("Samples a worker, by class", "", parts, rows))
+        blocks.append(Bars("Samples per worker, by class", "", parts, rows))
     return blocks
 
 
@@ -163,7 +163,7 @@ def _make_comparison(runs: Sequence[Summary]) -> str:
     rows = [[name.strip(), *cells] for name, cells in list_differences(runs)]
     table = Table([("", ""), *((run.name, "") for run in runs)], rows)
     bars = Bars(
-        "A mean step of each run",
+        "Mean time per step, by run",
         "ms",
         PARTS,
         [(run.name, [1e3 * run.cost.get(p, 0.0) for p in PARTS]) for run in runs],
@@ -181,7 +181,7 @@ def _make_comparison(runs: Sequence[Summary]) -> str:
     sections = [Section("Side by side", [table, bars])]
     if charts:
         sections.append(Section("Losses and metrics", charts))
-    lead = f"{len(runs)} runs; in brackets, how many times the first one's."
+    lead = f"{len(runs)} runs; in brackets, the ratio to the first run."
     return write_page(" and ".join(run.name for run in runs), lead, sections)
 
 
@@ -191,7 +191,7 @@ def _make_comparison(runs: Sequence[Summary]) -> str:
 def draw(found: Summary, path: Path) -> None:
     """Draw a run's costs, metrics and bytes as a picture file."""
     if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"a picture is a file that ends in {', '.join(_SUFFIXES)}; got {str(path)!r}")
+        raise ValueError(f"a picture file ends in {', '.join(_SUFFIXES)}; got {str(path)!r}")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -207,7 +207,7 @@ def draw(found: Summary, path: Path) -> None:
     workers = f"{found.workers} worker{'s' if found.workers != 1 else ''}"
     gained = found.speed_up
     speed = f", speed-up {gained.times:.2f} ({gained.how.partition(':')[0]})" if gained.times is not None else ""
-    step = f", {show_ms(found.cost['wall'])} ms a step" if found.cost else ""
+    step = f", {show_ms(found.cost['wall'])} ms per step" if found.cost else ""
     second = f"{found.strategy or 'a run'}, {workers}, {found.steps:,} steps{step}{speed}; {describe_outcome(found)}"
     figure.suptitle(f"{found.name}\n{second}", fontsize=10)
     figure.savefig(path, dpi=130)
@@ -239,7 +239,7 @@ def _draw_steps(axes: Any, found: Summary) -> None:
     axes.set_xlabel("ms")
     axes.tick_params(axis="y", labelsize=10 if len(ranks) <= 12 else 6)
     more = f" (the {len(ranks)} slowest of {found.workers})" if len(ranks) < found.workers else ""
-    axes.set_title(f"a mean step of each rank{more}", fontsize=10)
+    axes.set_title(f"mean time per step, by rank{more}", fontsize=10)
     axes.set_xlim(0, 1.02 * max(left))
     axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
 
@@ -261,7 +261,7 @@ def _draw_others(axes: Any, found: Summary) -> None:
         return
     axes.bar([rank.label for rank in known], [rank.samples for rank in known], color=_COLOURS[0])
     axes.set_xlabel("rank")
-    axes.set_title("samples of each worker", fontsize=10)
+    axes.set_title("samples per worker", fontsize=10)
 
 
 def _draw_bytes(axes: Any, found: Summary) -> None:

@@ -267,14 +267,14 @@ def _describe_encryption(logs: Sequence[RankLog]) -> str:
     if not known:
         return ""
     if not any(log.header["encrypted"] for log in known):
-        return "none of tensors between hosts: one private network, or --no-encrypt"
+        return "tensors between hosts are not encrypted: one private network, or --no-encrypt"
     counted = [log.encryption for log in known if log.encryption]
     if not counted:
-        return "all that passes between hosts"
+        return "everything sent between hosts"
     nbytes = sum(one.get("bytes", 0.0) for one in counted)
     seconds = max(one.get("seconds", 0.0) for one in counted)
-    cost = f"about {show_duration(seconds)} of a core's time a worker"
-    return f"all that passes between hosts: {show_bytes(nbytes)}, {cost}"
+    cost = f"about {show_duration(seconds)} of a core's time per worker"
+    return f"everything sent between hosts: {show_bytes(nbytes)}, {cost}"
 
 
 # Speed-up ------------------------------------------------------------------------------------------------------------
@@ -292,9 +292,9 @@ def _estimate_speed_up(ranks: Sequence[RankSummary], not_measured: Sequence[str]
     return SpeedUp(
         times,
         times / len(trained),
-        "estimated from the ledger: one worker would compute what all compute, and exchange nothing. It is an upper "
-        "bound: what every worker repeats, such as the optimizer's step, counts for each; a run with -n 1 given by "
-        "--baseline measures it",
+        "estimated from the ledger: one worker would compute what all compute, and exchange nothing. This is an upper "
+        "bound, because work that every worker repeats, such as the optimizer's step, counts for each; to measure it, "
+        "run with -n 1 and pass that run as --baseline",
     )
 
 
@@ -302,9 +302,9 @@ def compare_with(found: Summary, base: Summary) -> SpeedUp:
     """Measured against another run: samples a second where both count them, else steps a second."""
     if not found.cost or not base.cost:
         return SpeedUp(None, None, f"not known: {(base if found.cost else found).name} made no step")
-    ours, theirs, what = found.samples_a_second, base.samples_a_second, "samples a second"
+    ours, theirs, what = found.samples_a_second, base.samples_a_second, "samples per second"
     if ours is None or theirs is None:
-        ours, theirs, what = 1 / found.cost["wall"], 1 / base.cost["wall"], "steps a second"
+        ours, theirs, what = 1 / found.cost["wall"], 1 / base.cost["wall"], "steps per second"
     times = ours / theirs
     more = max(1, found.workers) / max(1, base.workers)
     who = f"{base.workers} worker{'s' if base.workers != 1 else ''}"

@@ -34,7 +34,7 @@ def print_report(found: Summary, console: Console) -> None:
     if found.failure and found.outcome == "failed":
         console.print(Padding(Text(found.failure.strip()[:1500], style="red"), (1, 2)))
     if found.cost:
-        console.print(_title("cost of a step"), _costs(found))
+        console.print(_title("time per step"), _costs(found))
         console.print(*_explain_costs(found), sep="\n")
     if found.pipeline is not None:
         console.print(_title("pipeline"), _pipeline(found.pipeline))
@@ -113,7 +113,7 @@ def _explain_costs(found: Summary) -> list[Padding]:
     lines = [found.slowest.text] if found.slowest is not None else []
     lines.append(describe_speed_up(found))
     if found.samples_a_second is not None:
-        lines.append(f"{found.samples_a_second:,.0f} samples a second")
+        lines.append(f"{found.samples_a_second:,.0f} samples per second")
     return _lines([*lines, *found.notes])
 
 
@@ -138,7 +138,7 @@ def _metrics(found: Summary) -> Table:
         values = [v for v in metric.values if v == v] or [float("nan")]
         if metric.how == "rank":
             shown = ", ".join(f"{r}: {show_number(v)}" for r, v in list(metric.ranks.items())[:8])
-            table.add_row(metric.name, "", "", "", "", f"each its own: {shown}")
+            table.add_row(metric.name, "", "", "", "", f"by rank: {shown}")
             continue
         first = metric.values[0] if metric.values else None
         numbers = [show_number(v) for v in (first, metric.last, min(values), max(values))]

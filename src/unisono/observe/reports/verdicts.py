@@ -54,7 +54,7 @@ def find_slowest(ranks: Sequence[RankSummary]) -> Slowest | None:
     more = slow.samples_a_step / median(samples) if samples and slow.samples_a_step else 1.0
     cause = "input" if in_data > extra / 2 else "samples" if more - 1 > (factor - 1) / 2 else "compute"
     why = {
-        "input": f"it waits for its input, {show_s(slow.cost['data'])} a step",
+        "input": f"it waits for its input, {show_s(slow.cost['data'])} per step",
         "samples": f"it has {more:.2f} times as many samples",
         "compute": "it computes longer on as many samples",
     }[cause]

@@ -85,11 +85,12 @@ def conclude(found: Summary) -> str:
         return f"{work}: little is left to gain."
     most = max((part for part in PARTS if part != "compute"), key=lambda part: found.cost[part])
     why = f"{most} takes {100 * found.cost[most] / found.cost['wall']:.0f} % of a step"
-    if gained.times < 1:
+    slow = found.slowest.text if found.slowest and found.slowest.cause else ""
+    if gained.times < 1 and not (slow and most == "waiting"):  # else the slow rank is to blame, not the model
         return f"One worker is faster for this model: {work}, as {why}. Use -n 1, or more samples per worker."
     remedy = {
         "communication": "`unisono plan` looks for a method that needs less; larger batches need fewer exchanges",
-        "waiting": found.slowest.text if found.slowest and found.slowest.cause else "more samples per step help",
+        "waiting": slow or "more samples per step help",
         "data": "read ahead of the step, as a DataLoader with num_workers does",
     }[most]
     return f"{work}, as {why}: {remedy}."
@@ -132,7 +133,7 @@ def describe_balance(found: Summary) -> list[str]:
     reading = [rank for rank in trained if not rank.is_copy]
     samples = [rank.samples for rank in reading if rank.samples is not None]
     if len(samples) > 1 and len(samples) == len(reading):
-        lines.append(f"samples a worker: {min(samples):,} to {max(samples):,}, {sum(samples):,} in all")
+        lines.append(f"samples per worker: {min(samples):,} to {max(samples):,}, {sum(samples):,} in all")
     own = [rank.own_s for rank in trained]
     if len(own) > 1 and max(own) > 0:
         lines.append(f"own work per step: {show_ms(min(own))} to {show_ms(max(own))} ms (compute and data)")
@@ -153,7 +154,7 @@ def _describe_classes(found: Summary) -> str | None:
         own = sum(rank.classes.values())
         distances.append(sum(abs(rank.classes.get(n, 0) / own - c / every) for n, c in total.items()) / 2)
     worst = max(range(len(known)), key=lambda i: distances[i])
-    text = f"class mix: {len(total)} classes; the worker furthest from the whole is rank {known[worst].rank}"
+    text = f"class mix: {len(total)} classes; the worker furthest from the overall mix is rank {known[worst].rank}"
     return f"{text}, with {100 * distances[worst]:.1f} % of its samples in other classes"
 
 
@@ -182,8 +183,8 @@ def list_differences(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         _compare("step, ms", [run.cost.get("wall") for run in runs], show_ms),
         *(_compare(f"  {part}", [run.cost.get(part) for run in runs], show_ms) for part in PARTS),
         _compare(bubble, [100 * run.pipeline.bubble if run.pipeline else None for run in runs], "{:.1f}".format),
-        _compare("sent a step by a worker", [run.cost.get("bytes_sent") for run in runs], show_bytes),
-        _compare("samples a second", [run.samples_a_second for run in runs], "{:,.0f}".format),
+        _compare("sent per step and worker", [run.cost.get("bytes_sent") for run in runs], show_bytes),
+        _compare("samples per second", [run.samples_a_second for run in runs], "{:,.0f}".format),
         _compare("speed-up", [run.speed_up.times for run in runs], "{:.2f}".format),
         ("slowest rank", [_describe_slowest(run) for run in runs]),
     ]

@@ -53,7 +53,7 @@ def stop_feeding(process: subprocess.Popen[bytes]) -> None:
         process.wait(_STOPPING_S)
     except subprocess.TimeoutExpired:
         print(
-            f"unisono: what was logged could not all be handed on in {_STOPPING_S:.0f} s; it is in the run's folder",
+            f"unisono: not everything that was logged was sent within {_STOPPING_S:.0f} s; the run's folder has it",
             file=sys.stderr,
         )
         process.kill()

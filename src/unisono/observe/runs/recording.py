@@ -139,14 +139,15 @@ def log(
 ) -> None:
     """Record values of this rank: `un.log(loss=loss, accuracy=0.9)`.
 
-    They go where the run is recorded (`unisono report`, the live page, and what `unisono run --log` names); where
-    nobody records, it does nothing. No message is sent between ranks, and a tensor of a GPU is not waited for.
+    They go into the run's record (`unisono report`, the live page, and what `unisono run --log` names); without a
+    record it does nothing. It sends no message between ranks and does not wait for tensors on a GPU.
 
     Args:
         values: The same as keywords, for names that are none: `un.log({"val/loss": 0.3})`.
-        how: What becomes of the values that several ranks logged for one step: their "mean", "sum", "min" or "max"; or
-            "rank": each rank's stays its own.
-        step: The step to record them at; by default the one where training is.
+        how: How values that several ranks logged for one step are combined: "mean", "sum", "min" or "max"; or "rank":
+            each rank keeps its own.
+        step: The step to record them at; default: the current step of training.
+        named: The values, by name.
 
     >>> log(loss=0.5, accuracy=0.9)
     """

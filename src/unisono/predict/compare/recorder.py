@@ -112,8 +112,8 @@ class StepRecorder:
         if len(rows) < fresh or rows[0].step != self._taken:
             self._taken = self.ledger.step_count
             raise RuntimeError(
-                f"the script went on from a checkpoint (step {self._taken}), perhaps that of the run before: methods "
-                "are compared from the same beginning. Give it no folder to go on from, or an empty one for each run"
+                f"the script resumed from a checkpoint (step {self._taken}), perhaps that of the previous run: methods "
+                "are compared from the same start. Give it no folder to resume from, or an empty one for each run"
             )
         self._taken += fresh
         for row in rows:

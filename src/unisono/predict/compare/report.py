@@ -33,7 +33,7 @@ def headings(found: Comparison) -> list[tuple[str, str]]:
     """Each column's name and unit."""
     columns = [("method", ""), ("workers", ""), ("step", "ms")]
     columns += [(_SHORT[name], "ms") for name in PARTS]
-    columns += [("sent", "a step"), ("samples", "/s"), ("speed-up", ""), ("effic.", "")]
+    columns += [("sent", "per step"), ("samples", "/s"), ("speed-up", ""), ("effic.", "")]
     if found.equal_time_s is not None:
         columns.append(("loss", f"at {show_s(found.equal_time_s)}"))
     if found.equal_samples is not None:
@@ -148,7 +148,7 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
         "each run": ", ".join(how_far) or "to the script's own end",
         "rounds": str(request.rounds),
         "links": links,
-        "threads a worker": str(runs.threads),
+        "threads per worker": str(runs.threads),
         "machine": f"{platform.machine()}, {usable_cores()} cores, {platform.system()} {platform.release()}",
         "versions": ", ".join([f"Python {platform.python_version()}", *map(_find_version, ("unisono", "torch"))]),
         "time": time.strftime("%Y-%m-%d %H:%M"),
@@ -182,7 +182,7 @@ def make_page(found: Comparison, request: Request, about: dict[str, str]) -> str
     sections = [
         Section("Results", [table, _EXPLANATION]),
         Section("Loss", [*_draw_losses(found, colours)]),
-        Section("Time of a step", [_draw_steps(found)]),
+        Section("Time per step", [_draw_steps(found)]),
     ]
     if (chart := _draw_speed_up(found, colours)) is not None:
         sections.append(Section("Speed-up", [chart]))

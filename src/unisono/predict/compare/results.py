@@ -347,7 +347,7 @@ def _say(found: Comparison, kind: str, ranked: Sequence[Row]) -> str:
             close = second.loss_at_time - best.loss_at_time < _ALIKE * abs(best.loss_at_time)
             text += f"; {_name(second)} has {second.loss_at_time:.4g}" + (", hardly more" if close else "")
     elif kind == "samples":
-        text = f"{_name_best(best)} makes the most samples a second, {best.samples_a_second:,.0f}"
+        text = f"{_name_best(best)} trains on the most samples per second, {best.samples_a_second:,.0f}"
         if second is not None and second.samples_a_second and best.samples_a_second:
             text += _then(second, best.samples_a_second / second.samples_a_second, "takes", "times as long for as many")
     else:

@@ -149,7 +149,7 @@ class Runs:
             if run.method == ONE_WORKER and not self.trials and not watched.ranks:
                 raise NothingToCompare(
                     f"{self._script} failed with one worker, before any method came in: {trial.failure}\nAll of its "
-                    f"output is in {folder}. Where it needs several workers, --no-base leaves this run out"
+                    f"output is in {folder}. If it needs several workers, --no-base leaves this run out"
                 )
         elif not len(trial.curve):
             trial.failure = self._explain_nothing(watched, ended_by_us)

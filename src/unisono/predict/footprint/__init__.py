@@ -46,12 +46,12 @@ def memory(
         batch: one worker's batch, for the activations (meta tensors will do): the model's input; a tuple of its
             inputs and, where there is a `loss`, the target; or a dict of its keyword arguments.
         loss: `loss(output, target)`; of a dict, `loss(output, batch)`. Without it, the output's own `loss` or the sum.
-        workers: how many in all.
+        workers: the total number.
         workers_per_host: how many share a host's memory and disk; by default all.
         tensor, pipeline: of a mesh (`un.mesh`); the data axis has the workers that remain. `batch` is that of a place
             on the data axis, which the pipeline takes in `microbatches` (default 4, or as many as there are stages), by
             a `schedule` of `mesh.pipe`.
-        device_memory, host_memory, disk: what there is, as "24GiB" or a number of bytes; `disk` may also be a folder,
+        device_memory, host_memory, disk: the capacity, as "24GiB" or a number of bytes; `disk` may also be a folder,
             whose free space counts. By default this machine's; without a GPU and `device_memory`, the workers compute
             in the host's memory.
 

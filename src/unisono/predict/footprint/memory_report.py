@@ -205,7 +205,7 @@ class MemoryReport:
             many = f"a worker's part, {many}"
         return (
             f"{self.title or 'model'}: {f.trainable:,} trainable parameters{frozen}, {many}; bytes of one worker\n"
-            f"there is: {self.machine.describe()}"
+            f"available: {self.machine.describe()}"
         )
 
     def _format_advice(self) -> str:
@@ -242,12 +242,12 @@ class MemoryReport:
         lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.shortage}."]
         if least.need.activations > least.need.device / 2:
             lines.append(
-                f"Activations take {show_size(least.need.activations)} of it: a smaller batch a worker, or activation "
-                "checkpointing (torch.utils.checkpoint), needs less."
+                f"Activations take {show_size(least.need.activations)} of it: a smaller batch per worker, or "
+                "activation checkpointing (torch.utils.checkpoint), needs less."
             )
         for more in (self.workers * 2**i for i in range(1, 11)):
             if fitting := dataclasses.replace(self, workers=more).fits():
-                lines.append(f"With {more} workers, {fitting[0]} fits, as many on a host and as large a batch each.")
+                lines.append(f"With {more} workers, {fitting[0]} fits, with as many per host and the same batch each.")
                 break
         return "\n".join(lines)
 

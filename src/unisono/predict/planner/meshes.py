@@ -59,7 +59,7 @@ def measure_stages(model: nn.Module, example: tuple[Tensor, ...], ranks: int) ->
     for stages in _list_divisors(ranks):
         if (divided := costs.divide(stages)) is not None:
             found[str(stages)] = {"shares": divided[0], "bytes": [round(scale * n) for n in divided[1]]}
-    return found or {"why": "its forward has no place where all that goes on are tensors with gradients"}
+    return found or {"why": "its forward has no place at which only tensors with gradients are passed on"}
 
 
 def measure_tensor(model: nn.Module, example: tuple[Tensor, ...], ranks: int) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def _look_at_shards(world: World, result: DryResult) -> None:
             result.data.append(f"{name}: a stream, global batches of {size or '?'}{each}")
             continue
         result.data.append(
-            f"{name}: {samples:,} samples, {len(shard):,} steps an epoch, global batches of {size}{each}"
+            f"{name}: {samples:,} samples, {len(shard):,} steps per epoch, global batches of {size}{each}"
         )
         if size % workers:
             result.notes.append(
@@ -257,7 +257,7 @@ def _look_at_shards(world: World, result: DryResult) -> None:
             )
     if not shards and result.steps and workers > 1:
         result.notes.append(
-            "un.shard was not used: where the script does not divide its data by itself, every worker trains on all"
+            "un.shard was not used: unless the script divides its data itself, every worker trains on all of it"
         )
 
 
@@ -273,12 +273,12 @@ def _judge(result: DryResult) -> None:
         return
     need, is_known = _find_need(result.strategy, memory)
     if not is_known:
-        result.notes.append(f"memory is that of allreduce; what {result.strategy} keeps beside that is not in it")
+        result.notes.append(f"memory is that of allreduce; what {result.strategy} keeps in addition is not included")
     if shortage := describe_shortage(need, memory.machine):
         result.is_short_of_memory = True
         fitting = memory.fits()
         hint = f": {', '.join(fitting[:3])} would fit" if fitting else "; nothing else would fit either"
-        result.problems.append(f"memory: it lacks {shortage}{hint}")
+        result.problems.append(f"memory: short of {shortage}{hint}")
 
 
 def _find_need(spec: str, memory: MemoryReport) -> tuple[Need, bool]:
@@ -309,7 +309,7 @@ def _write_head(result: DryResult) -> str:
     method = f", {result.strategy}" if result.strategy else ""
     return (
         f"dry run of {request.program}: {request.workers} workers on {where}{method}; {result.steps} steps of one of "
-        "them\nNothing was sent, and un.save wrote nothing. What else the script does, it has done."
+        "them\nNothing was sent, and un.save wrote nothing. Everything else that the script does really happened."
     )
 
 
@@ -326,8 +326,8 @@ def _write_memory(result: DryResult) -> str:
     need, _ = _find_need(result.strategy or "allreduce", result.memory)
     total = need.device + (need.host if result.memory.machine.device is None else 0)
     kinds = ", ".join(f"{kind} {show_size(getattr(need, kind))}" for kind in KINDS if getattr(need, kind))
-    lines = ["memory of a worker", f"  {show_size(total)}: {kinds}", f"  there is: {result.memory.machine.describe()}"]
-    lines += [f"  not in it: {what}" for what in result.memory.left_out]
+    lines = ["memory per worker", f"  {show_size(total)}: {kinds}", f"  available: {result.memory.machine.describe()}"]
+    lines += [f"  not included: {what}" for what in result.memory.left_out]
     return "\n".join(lines)
 
 
@@ -337,7 +337,7 @@ def _write_traffic(result: DryResult) -> str:
     rows = sorted(result.traffic.items(), key=lambda item: -item[1].sent)
     table = [["", kind, show_size(round(t.sent)), f"in {t.calls:.3g} calls"] for kind, t in rows]
     table.append(["", "in all", show_size(round(sum(t.sent for _, t in rows))), ""])
-    lines = ["traffic of a step, sent by each worker", *format_rows(table, left=(1, 3))]
+    lines = ["traffic per step, sent by each worker", *format_rows(table, left=(1, 3))]
     if result.exchange_s is not None:
         link = result.request.link
         lines.append(f"  over links of {link.describe()} (--net), one after the other: {show_s(result.exchange_s)}")

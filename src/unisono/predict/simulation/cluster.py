@@ -115,7 +115,7 @@ class Failures:
         some = f"a host fails every {show_duration(self.mtbf_s)}, one of {hosts} every "
         some += show_duration(self.mtbf_s / hosts)
         if self.way == "elastic":
-            return f"{some}; the others go on after {show_duration(self.detect_s + self.recover_s)}"
+            return f"{some}; the others continue after {show_duration(self.detect_s + self.recover_s)}"
         return f"{some}; all begin again at a checkpoint, one every {show_duration(self.checkpoint_every_s)}"
 
 
@@ -161,7 +161,7 @@ class Cluster:
         if self.rack_hosts < 0:
             raise ValueError(f"hosts a rack: got {self.rack_hosts}, expected at least 1, or 0 for one switch")
         if self.oversubscription > 1 and not self.rack_hosts:
-            raise ValueError("oversubscription is that of racks: say how many hosts share a switch, with --rack 16")
+            raise ValueError("oversubscription applies to racks: set how many hosts share a switch, with --rack 16")
 
     def count_hosts(self, workers: int) -> int:
         """Hosts that so many workers fill."""

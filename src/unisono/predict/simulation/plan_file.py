@@ -121,8 +121,8 @@ def read_plan(path: str) -> Plan:
         raise ValueError(f"--plan: cannot read {path!r}: {error.strerror}; {again}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--plan: {path!r} is not what this version's `unisono plan train.py --json FILE` writes ({error!r}): make "
-            "it anew"
+            f"--plan: {path!r} is not what this version's `unisono plan train.py --json FILE` writes ({error!r}): "
+            "write it again"
         ) from None
 
 

@@ -24,7 +24,7 @@ def write_report(study: Study, title: str) -> str:
     head = [title, describe_cluster(study.cluster), study.cluster.failures.describe(hosts)]
     parts = [
         "\n".join(head),
-        f"the best at each scale (a step of a worker in the mean; {study.steps} steps each, seed {study.seed})\n"
+        f"the best at each scale (mean time per step; {study.steps} steps each, seed {study.seed})\n"
         + _write_scales(study),
         "speed-up over one worker, by method\n" + _write_methods(study),
         "\n".join(_explain_best(study)),
@@ -37,7 +37,7 @@ def write_report(study: Study, title: str) -> str:
 
 def describe_cluster(cluster: Cluster) -> str:
     """A cluster in one line."""
-    each = f"{cluster.per_host} workers a host" if cluster.per_host > 1 else "1 worker a host"
+    each = f"{cluster.per_host} workers per host" if cluster.per_host > 1 else "1 worker per host"
     if cluster.cores is not None:
         each += f" of {cluster.cores} cores"
     parts = [each, f"{_describe_link(cluster.between)} between hosts"]
@@ -152,7 +152,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 def check_path(path: str) -> None:
     """Refuse a file that cannot be written as a picture."""
     if Path(path).suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"a picture is a file that ends in {', '.join(_SUFFIXES)}; got {path!r}")
+        raise ValueError(f"a picture file ends in {', '.join(_SUFFIXES)}; got {path!r}")
     if not Path(path).absolute().parent.is_dir():
         raise ValueError(f"the folder of {path!r} does not exist: make it first")
 

@@ -336,5 +336,5 @@ class Bagged(_Ensemble):
         check_count("Bagged", "bags", self.bags, optional=False)
         settings = super().read_settings()
         if settings.params.get("early_stopping_rounds") is not None:
-            raise ValueError("Bagged: the models that are merged have equal rounds: leave early_stopping_rounds away")
+            raise ValueError("Bagged: the models that are merged have equal rounds: leave early_stopping_rounds out")
         return self._share_out(settings, self.bags)

@@ -137,7 +137,7 @@ def _check_same(source: Any, evals: EvalSets, workers: Workers, world: World) ->
     if any(other != mine for other in world.gather_objects(mine)):
         raise ValueError(
             "the ranks were given different tables, files or evaluation sets: each rank gives the whole table and "
-            "takes its part of the rows; where each has rows of its own, say own_rows=True (eval_set is the same "
+            "takes its part of the rows; if each has rows of its own, pass own_rows=True (eval_set is the same "
             "on all ranks then too)"
         )
 

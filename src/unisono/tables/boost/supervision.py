@@ -67,7 +67,7 @@ def run_supervised(fn: Callable[[], T], world: World, *, timeout_s: float) -> T:
         except queue.Empty:
             raise BoostingFailed(
                 f"rank {world.rank} has heard nothing from some other rank for {timeout_s:g} s, so that boosting "
-                "cannot go on: is a worker stopped, or its host overloaded? timeout_s= is how long to wait"
+                "cannot continue: is a worker stopped, or its host overloaded? timeout_s= sets how long to wait"
             ) from None
         if news is None:
             continue

@@ -98,7 +98,7 @@ def check_same_rows(rows: Rows, world: World) -> None:
     if any(other != seen[0] for other in seen):
         raise ValueError(
             f"the ranks were given different tables (shapes {[tuple(shape) for shape, _ in seen]}): each rank gives "
-            "the whole table and takes its part of the rows; where each has rows of its own, say own_rows=True"
+            "the whole table and takes its part of the rows; if each has rows of its own, pass own_rows=True"
         )
 
 

@@ -292,7 +292,7 @@ def launch_workers(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"got workers={workers} inside a world that already runs on {os.environ['WORLD_SIZE']} workers: "
-            "leave workers= and on= away, every rank then does its part"
+            "leave workers= and on= out, every rank then does its part"
         )
     given: dict[str, Any] = {name: value for name, value in (("workers", workers), ("on", on)) if value is not None}
     with share_arrays(data) if on is None else contextlib.nullcontext(data) as sent:

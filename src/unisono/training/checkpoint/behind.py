@@ -41,7 +41,7 @@ _EXIT_S = 600.0  # at the end of the program, for what other ranks are to do, if
 
 
 class Lost(Exception):
-    """A rank that had a part to write is gone: this checkpoint will not be, and the former ones are whole."""
+    """A rank that had a part to write is gone: this checkpoint will not be, and earlier checkpoints are intact."""
 
 
 # Telling each other ---------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Parts:
     def _find_loss(self, rank: int) -> str:
         """Why nothing more will come from another rank, in words; "" if it may."""
         if self.ranks_changed:
-            return "ranks have come or gone"
+            return "ranks have joined or left"
         if isinstance(self.folder, Path):
             try:
                 with io.FileIO(self.folder / _name_lock(rank), "r+") as lock:
@@ -243,12 +243,14 @@ class BackgroundSaves:
         error, self._error = self._error, None
         lost, self._lost = self._lost, ""
         if error is not None:
-            text = f"{self._what} could not be written in the background, the former ones are whole: {shorten(error)}"
+            text = (
+                f"{self._what} could not be written in the background, earlier checkpoints are intact: {shorten(error)}"
+            )
             told = OSError(str(error) if isinstance(error, SharedByRuns) else text)
             told.__cause__ = error
             return told
         if lost:
-            warn_user(f"{self._what} was given up, the former ones are whole: {lost}")
+            warn_user(f"{self._what} was given up, earlier checkpoints are intact: {lost}")
         return None
 
 
@@ -285,7 +287,7 @@ def finish_saves(mine: BackgroundSaves, root: Place) -> None:
 def wait_saved(replica: Any = None) -> None:
     """Wait until what `un.save(..., background=True)` began is on the disk (or at its address).
 
-    Every rank calls it. Raises `CheckpointError` if it could not be written; the former checkpoints are whole then.
+    Every rank calls it. Raises `CheckpointError` if it could not be written; earlier checkpoints are intact then.
     `un.save`, `un.load`, `replica.close()` and the end of the program wait too.
 
     Args:

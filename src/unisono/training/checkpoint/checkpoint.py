@@ -78,19 +78,19 @@ def save(
     if_busy: Literal["wait", "skip"] = "wait",
     every: str | float | None = None,
 ) -> str:
-    """Write model, optimizer, strategy, shards, RNG and step as a new checkpoint in the folder `path`.
+    """Write model, optimizer, strategy, shards, RNG and step of `replica` as a new checkpoint in the folder `path`.
 
     Every rank calls it with a path on a disk that all ranks see, or with an address that fsspec knows (s3://, gs://).
-    It appears when all of it is there: a crash or a full disk leaves the former ones whole, and a failure on any rank
+    It appears when it is complete: a crash or a full disk leaves earlier ones intact, and a failure on any rank
     raises on every rank. The newest `keep` remain (None: all of them).
     `extra` is any nested state that `unisono.packing.pack` takes: a scheduler's state, a GradScaler's, a
     history; a rank whose `extra` is its own gets that back in a world of the same size.
-    In a run that only measures (`unisono plan`) nothing is written. If the strategy goes on without a rank that died
+    In a run that only measures (`unisono plan`) nothing is written. If the strategy continues without a dead rank
     (`parameter_server`), the others save, as a world of their number. With others every rank raises `PeerLost`.
 
     Args:
         background: Copy the state into host memory, which is kept for the next save, and return; a thread writes it
-            while training goes on. An error is raised by the next `un.save`, `un.wait_saved()` or `un.load`, or at
+            during training. An error is raised by the next `un.save`, `un.wait_saved()` or `un.load`, or at
             the end of the program.
         if_busy: If one is still being written: "wait" for it, or "skip" this one.
         every: Save only if so much time has passed since the last save (or the first such call), by rank 0's clock:
@@ -130,7 +130,7 @@ def save(
 
 
 def _describe_none(place: Place) -> str:
-    return f"no checkpoint was written to {place}, the former ones are as they were"
+    return f"no checkpoint was written to {place}, earlier checkpoints are unchanged"
 
 
 def _save(saving: _Saving) -> str:
@@ -143,7 +143,9 @@ def _save(saving: _Saving) -> str:
     except BaseException as error:
         saving.discard()
         if isinstance(error, PeerLost):  # in the last phase, rank 0 may have come as far as the name
-            unsure = f"it is not known whether the checkpoint was written to {saving.root}, the former ones are whole"
+            unsure = (
+                f"it is not known whether the checkpoint was written to {saving.root}, earlier checkpoints are intact"
+            )
             raise PeerLost(f"{none if files is None else unsure}: {error}") from error
         raise
     finally:
@@ -348,7 +350,7 @@ class _Saving:
         except Exception as error:
             self._tell_failure(error)
             if parts.ranks_changed:  # a disk that was closed for the new world, say
-                raise Lost(f"ranks have come or gone ({shorten(error)})") from error
+                raise Lost(f"ranks have joined or left ({shorten(error)})") from error
             raise
         finally:
             self.close()
@@ -422,18 +424,18 @@ class _Saving:
 
 
 def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True) -> Loaded:
-    """Load the newest intact checkpoint in the folder `path` (or `path` itself, if it is one).
+    """Load the newest intact checkpoint in the folder `path` (or `path` itself, if it is one) into `replica`.
 
     `path` may also be a folder of torch.distributed.checkpoint, a Hugging Face folder, a .safetensors file or one that
-    torch.save wrote: model, optimizer and step are loaded as far as they are there, and no code in it is run.
+    torch.save wrote: model, optimizer and step are loaded if it has them, and no code in it is run.
 
-    Every rank calls it. All ranks load the same one; what is damaged is skipped, with a warning that says why.
-    Parameters stay the same objects. In a world of the same size training goes on bit for bit as if it had
+    Every rank calls it. All ranks load the same one; damaged ones are skipped, with a warning that says why.
+    Parameters stay the same objects. In a world of the same size training continues bit for bit as if it had
     not stopped; in another, ranks that are new draw their RNG from rank 0's, the strategy redistributes its
     per-rank state, and tensors of model and optimizer that differed between the ranks become their mean. They also do
     if another strategy saved them: this one may need the same model on every rank.
-    Shards that are made after this call find their position when they are made.
-    A worker that replaces a lost one is given what the first workers were, whatever lies in the folder by now
+    Shards created after this call start at their saved position.
+    A worker that replaces a lost one gets what the first workers got, whatever the folder holds by now
     (as `extra`, rank 0's); its model comes from the others.
 
     Args:
@@ -534,7 +536,7 @@ def _apply_average(saved: Any, replica: Savable) -> None:
     if average is not None:
         average.load(saved)
         if saved is None:
-            problem = "it holds no average of the weights: the average starts afresh with the next step that counts"
+            problem = "it holds no average of the weights: the average restarts with the next step that counts"
     elif saved is not None:
         problem = (
             f"it holds an average of the weights (decay={saved['decay']!r}, {saved['updates']} updates), and this run "

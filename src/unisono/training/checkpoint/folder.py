@@ -285,7 +285,7 @@ def _look_for_other_run(newest: Place, former: Sequence[Candidate]) -> None:
         "newest checkpoint of either. Give each run a folder of its own"
     )
     if (since, _RUN) > (others[0].since, others[0].run):
-        raise SharedByRuns(f"{text}; the checkpoints of both are there, nothing was removed, {newest.name} was written")
+        raise SharedByRuns(f"{text}; the checkpoints of both remain, nothing was removed, {newest.name} was written")
     warnings.warn(text, stacklevel=2)
 
 

@@ -43,10 +43,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     strategy, placement and number of workers. Tensors that differed between the ranks become their mean, with a
     warning. Everything lies in this process's memory.
 
-    Returns {"model": for `model.load_state_dict`, "optimizer": for `optimizer.load_state_dict` (None if it is not
-    there), "step": int}; if it was saved with several optimizers, "optimizers" in place of "optimizer": a list of their
-    states, in their order; if the run kept an average of its weights (`un.average`), also "average": the same as
-    "model", with these weights.
+    Returns {"model": for `model.load_state_dict`, "optimizer": for `optimizer.load_state_dict` (None if it is missing),
+    "step": int}; if it was saved with several optimizers, "optimizers" in place of "optimizer": a list of their states,
+    in their order; if the run kept an average of its weights (`un.average`), also "average": the same as "model", with
+    these weights.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

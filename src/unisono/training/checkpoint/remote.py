@@ -169,8 +169,8 @@ class RemotePath:
         """Why it makes no sense to try again, in words; "" if it does."""
         if "Credentials" in type(error).__name__:
             return (
-                f"as there are no credentials for {self._scheme}:// here ({_describe(error)}): give every worker those "
-                "that the driver looks for (for s3://, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
+                f"as there are no credentials for {self._scheme}:// here ({_describe(error)}): give every worker the "
+                "ones that its driver looks for (for s3://, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
             )
         if isinstance(error, FileNotFoundError):
             return f"as its bucket or folder does not exist (any more): {_describe(error)}"

@@ -95,7 +95,7 @@ class Source(IterableDataset[Any]):
             raise RuntimeError(
                 f"{part.path} has changed since this run began to read it: it had {noted[0]} bytes and has {now[0]}"
                 f"{'' if noted[0] != now[0] else ', with another time of change'}. What was read of it is not known "
-                "any more: keep the files of a run as they are, and start afresh with others."
+                "any more: keep the files of a run as they are, and start a new run with others."
             )
 
     # As a dataset by itself, in one process or in those of a DataLoader
@@ -143,7 +143,7 @@ class Mix(Source):
         self.shuffles = any(source.shuffles for source in sources.values())
 
     def parts(self) -> list[Part]:
-        raise TypeError("un.mix is read by un.shard(un.mix(...), batch_size=...), and not by itself")
+        raise TypeError("un.mix is read by un.shard(un.mix(...), batch_size=...), not iterated directly")
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name} {weight:.3g}" for name, weight in self.weights.items())
@@ -158,9 +158,9 @@ def mix(
     Args:
         sources: By name, whatever `un.shard` can divide: `un.records(...)`, a Hugging Face stream, a WebDataset, ...
         weights: A share for each source, in any unit; by default the same for all. They decide how fast a source is
-            read, not how often: once an epoch.
-        stop: "all": a source that has ended leaves its share to the others, and each sample comes once an epoch.
-            "first": the epoch ends when a source does, within one buffer; what the others have left is dropped.
+            read, not how often: once per epoch.
+        stop: "all": a source that has ended leaves its share to the others, and each sample comes once per epoch.
+            "first": the epoch ends when a source does, within one buffer; the others' remaining samples are dropped.
 
     >>> import unisono as un
     >>> un.mix({"a": un.records(["a.jsonl"]), "b": un.records(["b.jsonl"])}, {"a": 3, "b": 1})
@@ -234,15 +234,15 @@ def pack(
     rest: Literal["drop", "pad"] = "drop",
     pad: int = 0,
 ) -> Pack:
-    """Token sequences joined and cut to `length`, for `un.shard`; a sample is a tensor of so many token numbers.
+    """Token sequences joined and cut to `length`, for `un.shard`; a sample is a tensor of `length` token numbers.
 
     Args:
         source: A stream that `un.shard` can divide, whose samples have a list or array of token numbers.
         length: Tokens in a sample.
         key: Where a sample has its tokens; None if the sample is the list itself.
         eos: A token that is put after each sequence, if any.
-        rest: What becomes of the last tokens of each lane (see `un.shard`), fewer than `length`: dropped, or filled
-            up with the token `pad`.
+        rest: The last tokens of each lane (see `un.shard`), if fewer than `length`: "drop" them, or "pad" them with
+            the token `pad`.
     """
     from unisono.training.data.libraries import as_source
 

@@ -34,8 +34,8 @@ def records(
     Args:
         files: Paths, folders or patterns of .parquet, .jsonl (.ndjson), .csv or .tsv files; local, or with a scheme
             that fsspec knows (s3://, gs://, hdfs://).
-        columns: Of each record only these; of Parquet files only these are read.
-        read: Makes a sample of a record.
+        columns: Keep only these of each record; from Parquet files only these are read.
+        read: A function that turns a record into a sample.
         newlines_in_values: Whether quoted values of CSV files have line breaks. Such files are divided by file only.
 
     >>> records(["2024.jsonl", "2025.jsonl"])

@@ -212,8 +212,8 @@ def agree_on_files(paths: Sequence[Any], world: World) -> None:
         return
     if all(other == every[0] for other in every):
         raise ValueError(
-            f"un.shard got {len(names)} files in a worker that joins a run, other ones than the first workers' "
-            f"{every[0]['count']}, or in another order. Give every worker the same sorted list."
+            f"un.shard got {len(names)} files in a worker that joins a run, and the first workers have "
+            f"{every[0]['count']} or another order. Give every worker the same sorted list."
         )
     first = _find_difference(world.gather_objects(b"".join(mark[:_MARK_BYTES] for mark in marks)))
     here = world.gather_objects(names[first] if first < len(names) else "")
@@ -227,7 +227,7 @@ def agree_on_files(paths: Sequence[Any], world: World) -> None:
     counts = ", ".join(str(other["count"]) for other in every)
     raise ValueError(
         f"un.shard got different files on the ranks ({counts} of them): as number {first}, {differences}. Give every "
-        "rank the same sorted list; look whether all hosts see the same folder."
+        "rank the same sorted list; check that all hosts see the same folder."
     )
 
 

@@ -63,7 +63,7 @@ def shard(
     name: str | None = None,
     world: World | None = None,
 ) -> Shard:
-    """My part of every global batch of `data`, collated and on the world's device.
+    """This worker's part of every global batch of `data`, collated and on the world's device.
 
     The global batches, `batch_size` samples each, depend on data, settings, seed and epoch, never on the
     number of workers N. Of a batch of m samples rank i gets n_i; sum n_i = m. While it is in use, `world.weight`
@@ -79,26 +79,26 @@ def shard(
             keeping its own samples; a list of files, in one order on every rank (sort them: the ranks compare); a
             worker's part of a Spark DataFrame or RDD or a Ray Dataset, of which each batch takes every rank's share;
             or a DataLoader, with its batch size as the global one, and its sampler.
-            Random samplers of torch's are seeded here; one of your own must give the same on every rank.
-        batch_size: Samples in a global batch, at least one a worker. A DataLoader brings its own.
-        shuffle: Another order every epoch. By default yes; as a DataLoader has it; no for an iterable dataset.
+            torch's random samplers are seeded here; a sampler of yours must give the same order on every rank.
+        batch_size: Samples in a global batch, at least one per worker. A DataLoader brings its own.
+        shuffle: A new order every epoch. Default: yes; for a DataLoader, its own setting; for an iterable dataset, no.
         seed: Decides the shuffled order, together with the epoch.
         stratify: A class for every sample: each batch, and each rank's part, has the class mix of the whole.
-        cost: A cost for every sample (its length, say), or a function that tells it (of a path, for files),
-            called once a sample: each batch is dealt so that all ranks have about the same cost.
+        cost: A cost for every sample (its length, say), or a function that returns it (of a path, for files),
+            called once per sample: each batch is divided so that all ranks have about the same cost.
         weigh_by: "cost" weighs ranks by their cost instead of their samples: for losses that are means over
             tokens, with cost the number of tokens.
         partition: "contiguous" (the default) or "strided" parts of a batch, without `stratify` and `cost`.
-        drop_last: Leave out a short last batch. By default no; as a DataLoader has it.
+        drop_last: Leave out a short last batch. Default: no; for a DataLoader, its own setting.
         read: For a list of files, path to sample; without it the path is the sample.
         collate_fn, num_workers, pin_memory: As for a DataLoader; without CUDA nothing is pinned.
-        balance: Deal every batch by the ranks' measured speeds, so that a slow one gets fewer samples (`weight` makes
-            up for it). By default no, or what UNISONO_BALANCE=1 in the environment says. The same on every rank.
+        balance: Divide every batch by the ranks' measured speeds, so that a slow one gets fewer samples (`weight` makes
+            up for it). Default: no, or as UNISONO_BALANCE in the environment sets it. The same on every rank.
         buffer: Of a stream in parts, about how many samples, on all ranks together, are shuffled with each other.
         lanes: Of a stream in parts, how many of them are read side by side, on all ranks together: the most workers
             that can divide it, and part of the order.
         epoch: Number of the first epoch.
-        name: What a checkpoint calls this shard; by default "shard0", "shard1", ... as they are made.
+        name: This shard's name in a checkpoint; by default "shard0", "shard1", ... as they are made.
         world: By default this process's, `un.join()`.
 
     Returns:
@@ -523,7 +523,7 @@ class Shard:
             if state[key] != ours:
                 raise ValueError(
                     f"{self.name} was saved with {key}: {state[key]}, but is now made with {key}: {ours}. "
-                    "Give the data and settings it was saved with, or start afresh under another name=."
+                    "Give the data and settings it was saved with, or start again under another name=."
                 )
         epoch, batch = check_whole_number(state["epoch"], "epoch"), check_whole_number(state["batch"], "batch")
         if batch and self._counts != (counts := list(state.get("counts", []))):

@@ -166,7 +166,7 @@ class Stream:
             return
         pairs = zip(self.list_names(), self.digest_names(), saved, strict=False)
         other = next((part for part, ours, theirs in pairs if ours != theirs), None)
-        what = f"{other} was not there then, or not of this size" if other else f"there were {len(saved)} parts"
+        what = f"{other} was missing then, or had another size" if other else f"there were {len(saved)} parts"
         raise ValueError(
             f"{name} was saved with other files than it has now: {what}. Give the files it was saved with, or start "
             "afresh under another name=."

@@ -242,7 +242,7 @@ class Peer:
             if now - self._failing_since > _SAID_AFTER_S:
                 self._failing_since = math.inf
                 text = f"rank {self._me} cannot reach rank {self.rank} at {self.describe()} ({problems[-1]})"
-                print(f"unisono: {text}; it goes on trying", file=sys.stderr, flush=True)
+                print(f"unisono: {text}; still trying", file=sys.stderr, flush=True)
             return
         self._refused_since = self._refused_since or now
         if now - self._refused_since > _DYING_S:

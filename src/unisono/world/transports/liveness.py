@@ -109,7 +109,7 @@ class Liveness:
         away = [r for r in others if who[r][0] != self._host]
         if not gone and away and set(away) <= set(silent):
             found[0] = f"host {self._host} cannot reach any other host, and may be cut off: {found[0]}"
-        return " and ".join(found) or "every rank is still there, but a connection broke", bool(ended)
+        return " and ".join(found) or "every rank is alive, but a connection broke", bool(ended)
 
     def _explain_store(self) -> str:
         """Why the store does not answer: its process is gone, or its host cannot be reached from here."""

@@ -32,8 +32,8 @@ __all__ = ["RankThreads", "breakpoint", "follow", "make_token", "post_mortem"]
 def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) -> None:  # noqa: A001
     """Stop all workers of the run; one prompt shows where each is, and asks them (docs/debugger.md).
 
-    rank: only this rank, or these, stop here; the others where they are then. when: only if it is true, or returns
-    true. In a program that runs alone it is Python's own `pdb.set_trace()`.
+    rank: only this rank, or these, stop here; the others stop wherever they are. when: stop only if it is true, or
+    returns true. In a program that runs alone it is Python's own `pdb.set_trace()`.
 
     >>> breakpoint(when=False)
     """

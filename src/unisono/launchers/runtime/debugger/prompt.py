@@ -139,7 +139,7 @@ class Prompt:
         was_stopped = any(rank.stopped for rank in self._ranks.values())
         del self._ranks[number]
         for found in self._answers.values():
-            found.setdefault(number, {"text": "*** it is gone"})
+            found.setdefault(number, {"text": "*** it has ended"})
         self._size -= 1
         if self._is_closing:
             return

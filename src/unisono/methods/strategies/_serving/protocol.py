@@ -214,7 +214,7 @@ class RemoteLink:
             raise self._lost(error) from error
         self._owed = 0 if head[0] else self._owed - 1
         if head[0]:
-            raise RuntimeError(f"the parameter server on rank {self.rank} could not go on: {_bytes(line).decode()}")
+            raise RuntimeError(f"the parameter server on rank {self.rank} could not continue: {_bytes(line).decode()}")
         return head, line
 
     def _await_head(self) -> None:

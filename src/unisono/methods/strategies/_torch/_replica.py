@@ -99,7 +99,7 @@ class TorchReplica(Replica):
         self._stepped_by.append(self.stepping)
 
     def switch(self, strategy: str | Strategy) -> Replica:
-        raise ValueError("a method of torch's own is there to compare with: it cannot be switched in mid-run")
+        raise ValueError("torch's own methods are offered for comparison: they cannot be switched in mid-run")
 
 
 def join_group(world: World) -> None:

@@ -57,7 +57,7 @@ class _ShardedReplica(TorchReplica):
         return self._nbytes
 
     def state_dict(self) -> dict[str, Any]:
-        raise ValueError("torch:fsdp2 is there to compare with: what it has split cannot be saved by un.save")
+        raise ValueError("torch:fsdp2 is offered for comparison: un.save cannot save what it has split")
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

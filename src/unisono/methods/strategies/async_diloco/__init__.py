@@ -77,7 +77,7 @@ class async_diloco(Strategy):
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         if self.grace_s and self.quorum == 1:
             raise ValueError(
-                f"grace_s={self.grace_s:g} with quorum=1: nothing says how many differences are worth waiting for; "
+                f"grace_s={self.grace_s:g} with quorum=1: it is unknown how many differences to wait for; "
                 "give quorum=2 or more, or grace_s=0"
             )
 

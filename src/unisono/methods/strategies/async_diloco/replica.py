@@ -121,7 +121,7 @@ class AsyncDiLoCoReplica(ServedWorker):
                 warn_user(
                     f"async_diloco: {answer.missed} differences of others were taken in since this worker came last, "
                     f"more than staleness={self.strategy.staleness} rounds, so that its own of {visit.windows} "
-                    "windows is dropped; it goes on from the present model"
+                    "windows is dropped; it continues from the current model"
                 )
         self._forget_visit(abs(answer.ahead))
         self._since = ledger.clock()
@@ -244,9 +244,7 @@ class AsyncDiLoCoReplica(ServedWorker):
         super().take_model(change)
         for name, value in mine.items():
             self._params[name].detach().copy_(value)
-        return (
-            f"the outer model from rank {change.source}; {len(change.stayed)} rank(s) that stayed go on where they were"
-        )
+        return f"the outer model from rank {change.source}; {len(change.stayed)} remaining rank(s) keep their own state"
 
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
         stays, goal = change.keeps and not self._sent, self._goal

@@ -276,7 +276,7 @@ class Tuner:
         wall, comm, own, link = measured.wall_s, self._communication, self._compute, self._slowness
         if comm.in_a_row >= IN_A_ROW or (comm.in_a_row and link.in_a_row >= IN_A_ROW):
             return (
-                f"communication takes {show_s(comm.now)} of {show_s(wall)} a step since step {comm.since} "
+                f"communication takes {show_s(comm.now)} of {show_s(wall)} per step since step {comm.since} "
                 f"({show_s(comm.value)} before)"
             )
         if own.in_a_row >= IN_A_ROW:
@@ -376,7 +376,7 @@ class Tuner:
             for i, c in enumerate(self.candidates)
             if i not in times
         ]
-        why = f"{show_s(times[best])} a step"
+        why = f"{show_s(times[best])} per step"
         why += f"; tried {', '.join(others)}" if others else ""
         why += f"; not tried {', '.join(left)}" if left else ""
         return Decision("settle", step, name, name, why)
@@ -401,7 +401,7 @@ class Tuner:
         self.wasted -= self._trial_steps  # its own
         self._rest(step, longer=best in self._left)
         self._left.add(origin)
-        why = f"{show_s(wall)} a step, {show_s(before)} under {specs[origin]}"
+        why = f"{show_s(wall)} per step, {show_s(before)} under {specs[origin]}"
         return Decision("change", step, specs[last], specs[best], why, self._promised, before / wall)
 
     def _rest(self, step: int, *, longer: bool) -> None:

@@ -163,10 +163,10 @@ class SharedReplica(Replica):
             f"local rank(s) {ranks} are torn, some of these parameters have had the step and some have not"
         )
         if self.world.elastic is not None:
-            return what + "; the step is ended by those left"
+            return what + "; the other workers finish the step"
         return what + (
             ". Do not save or use this model: restart the run from its last checkpoint. If lost workers are "
-            "replaced (unisono run -n MIN:MAX) the others end such a step"
+            "replaced (unisono run -n MIN:MAX) the others finish such a step"
         )
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:

@@ -33,6 +33,8 @@ BATCH = {"digits": 64, "text": 32, "sparse": 64}
 SGD = {"digits": 0.05, "text": 0.2, "sparse": 16.0}  # learning rates
 ADAM = {"digits": 0.001, "text": 0.003, "sparse": 0.03}
 MUON = 0.02
+RATES = (0.1, 0.3, 1.0, 3.0)  # times a variant's own learning rates: what a search tries
+TUNED = 100  # the seed of a search: none of those that results are made with
 ALONE = "one process"  # plain PyTorch, without unisono.parallel
 
 
@@ -46,6 +48,10 @@ class Variant(NamedTuple):
     muon: bool = False  # for matrices, of the text those of its blocks; AdamW for the rest
     hosts: int = 1  # that the workers count as being on
     fused: bool = False  # the optimizer by torch's fused kernels
+
+    def at(self, rate: float) -> Variant:
+        """The same at so many times its learning rates."""
+        return self._replace(lr=tuple(rate * share for share in self.lr))
 
     def told(self, steps: int) -> str:
         """The spec as it is run."""

@@ -4,7 +4,7 @@ python benchmarks/evidence.py topk                       # this row: its runs, o
 python benchmarks/evidence.py --all --jobs 8 --part accuracy --out accuracy.jsonl
 python benchmarks/evidence.py --all --part links --out links.jsonl
 python benchmarks/evidence.py --page accuracy.jsonl links.jsonl    # results/evidence.jsonl and docs/evidence.md
-python benchmarks/evidence.py demo ef21 --tune --out tune.jsonl    # learning rates: the search that exceptions come from
+python benchmarks/evidence.py demo ef21 --tune --out tune.jsonl    # learning rates: what exceptions come from
 
 Each run is 4 workers, processes of one thread; a method and its reference begin with the same weights and see the same
 samples, over --seeds seeds. Runs that rows have in common are made once. A run that fails is noted with its error, and

@@ -356,7 +356,7 @@ def test_impossible_settings_are_refused(spec: str, reason: str) -> None:
     model = make()
     with pytest.raises(ValueError, match=reason):
         un.parallel(model, adam(model), spec, world=World())
-    with pytest.raises(TypeError, match="zero_one_adam takes over the step of torch.optim.Adam or AdamW, got SGD"):
+    with pytest.raises(TypeError, match=r"zero_one_adam takes over the step of torch\.optim\.Adam or AdamW, got SGD"):
         un.parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero_one_adam", world=World())
 
 

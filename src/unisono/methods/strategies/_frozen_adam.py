@@ -52,7 +52,8 @@ class FrozenAdam:
             return {}
         if warmup is not None:
             self.freeze(warmup)
-        names, moved = {p: name for name, p in self._model.named_parameters()}, {}
+        names = {p: name for name, p in self._model.named_parameters()}
+        moved: dict[str, Moved] = {}
         for group in self._optimizer.param_groups:
             params = [p for p in group["params"] if p.grad is not None and names[p] in self.corrections]
             if params and update_variance:

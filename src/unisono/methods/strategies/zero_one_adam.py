@@ -20,7 +20,8 @@ from unisono.methods.exchange.reduction import Residual
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.methods.spec import build
-from unisono.methods.strategies._anchored import AnchoredReplica, Fragment, Rounds
+from unisono.methods.strategies._anchored import AnchoredReplica, Rounds
+from unisono.methods.strategies._fragments import Fragment
 from unisono.methods.strategies._frozen_adam import FrozenAdam, Moved, check_adam
 from unisono.methods.strategy import Accumulate, BucketBytes, Buffers, ChangingReplica, Pattern, Replica, Strategy
 from unisono.methods.strategy.sharing import take_weighted_mean
@@ -123,9 +124,13 @@ class zero_one_adam(Strategy):
         found: Replica = made.make(model, optimizer, world)
         return found
 
-    def make_local(self, model: nn.Module, optimizer: Optimizer, world: World) -> LocalAdamReplica:
+    def make_local(self, model: nn.Module, optimizer: Optimizer, world: World) -> AnchoredReplica:
         """The replica from then on."""
-        return LocalAdamReplica(model, optimizer, world, self)
+        rounds, reducer = LocalAdam(model, optimizer, self), self.choose_reducer()
+        how = replace(self, reducer=rounds.around(reducer))
+        replica = AnchoredReplica(model, optimizer, world, how, rounds)
+        replica.strategy, replica.own_step = self, rounds
+        return replica
 
 
 class ZeroOneAdamReplica(ChangingReplica):
@@ -139,7 +144,7 @@ class ZeroOneAdamReplica(ChangingReplica):
 
     @property
     def _is_local(self) -> bool:
-        return isinstance(self.inner, LocalAdamReplica)
+        return isinstance(self.inner, AnchoredReplica)
 
     def _part_if_due(self) -> None:
         if not self._is_local and self.inner.step >= self.strategy.start:
@@ -151,7 +156,7 @@ class ZeroOneAdamReplica(ChangingReplica):
         first.adam.freeze(self.strategy.warmup)
         unsent = first.unsent()
         self._go_on_with(local=True)
-        self.inner.adam.load(first.adam.state())  # type: ignore[attr-defined]
+        self.inner.rounds.adam.load(first.adam.state())  # type: ignore[attr-defined]
         self.inner.take_unsent(unsent)
         self.inner.forget_writes()
         self.world.barrier()  # a rank that was lost in it is found here
@@ -179,15 +184,30 @@ class ZeroOneAdamReplica(ChangingReplica):
         return told
 
 
-class LocalAdamReplica(AnchoredReplica):
+class LocalAdam(Rounds):
     """Local steps with a frozen v. How far each rank has come travels as sums of momenta: times sqrt(v') + eps."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: zero_one_adam) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: zero_one_adam) -> None:
+        self._strategy, self._model, self._optimizer = strategy, model, optimizer
         self.adam = FrozenAdam(model, optimizer)
         self._moved: dict[str, Moved] = {}  # by parameter, since the ranks last met
-        self._agreed_weight = 1.0
-        inner = strategy.choose_reducer()
-        reducer = staged(
+        self._weight = 1.0  # of this rank, in the meeting under way
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        for name, (rate, kept) in self.adam.step().items():
+            before = self._moved.get(name, Moved(0.0, 1.0))
+            self._moved[name] = Moved(kept * before.rate + rate, kept * before.kept)
+
+    def after_step(self) -> None:
+        self.adam.give_back()
+
+    # Meetings ----------------------------------------------------------------------------------------------------
+
+    def around(self, inner: Reducer) -> Reducer:
+        """Reduces x0 - x as sums of momenta by another reducer."""
+        return staged(
             lambda bucket: {"momenta": inner.init(bucket)},  # as qadam keeps it
             partial(self._stages, inner),
             memory=inner.memory,
@@ -195,48 +215,37 @@ class LocalAdamReplica(AnchoredReplica):
             sends=inner.sends,
             check=inner.check,
         )._replace(spec=inner.spec)
-        super().__init__(model, optimizer, world, replace(strategy, reducer=reducer), Meetings(strategy))
-        self.strategy = strategy
-
-    # Steps -------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def before_step(self) -> None:
-        super().before_step()
-        for name, (rate, kept) in self.adam.step().items():
-            before = self._moved.get(name, Moved(0.0, 1.0))
-            self._moved[name] = Moved(kept * before.rate + rate, kept * before.kept)
-
-    def after_step(self) -> None:
-        self.adam.give_back()
-        super().after_step()
-
-    # Meetings ----------------------------------------------------------------------------------------------------
 
     def _stages(self, inner: Reducer, bucket: Bucket, state: State, world: World) -> Stages:
-        """x0 - x as sums of momenta: without what x0 has decayed by, and times sqrt(v') + eps; and back."""
+        """Of x0 - x, leave out what x0 has decayed by; times sqrt(v') + eps, and back. The bucket's are the anchors."""
+        if world.size == 1:
+            return Reduced(bucket.tensors), state
         denominators = self.adam.denominators(bucket.names, bucket.params)
         for x, name, anchor in zip(bucket.tensors, bucket.names, bucket.params, strict=True):
             if name in self._moved and self._moved[name].kept != 1.0:
-                x.add_(anchor, alpha=self._agreed_weight * (self._moved[name].kept - 1.0))
+                x.add_(anchor, alpha=self._weight * (self._moved[name].kept - 1.0))
         torch._foreach_mul_(bucket.tensors, denominators)
         reduced, after = yield from stages_of(inner, bucket, state["momenta"], world)
         torch._foreach_div_(reduced.mean, denominators)
         return Reduced(reduced.mean, overflow=reduced.overflow), {"momenta": after}
 
-    def meet_in(self, fragment: Fragment) -> None:
+    def meet(self, replica: AnchoredReplica) -> None:
         """Exchange momenta, and go on from their mean: every rank with the same model and the same momenta."""
-        if self.world.size == 1:
-            fragment.set_anchors(None)
-            self._weights[fragment.index] = []
-        else:
+        if not replica.fragments:  # alone, and where others come, they all begin here
+            self._moved = {}
+        if not self._strategy.meets(replica.met):
+            return
+        for fragment in replica.fragments:
             names = sorted(fragment.live)
             mine = [self._moved.get(name, Moved(0.0, 1.0)) for name in names]
             moves = torch.tensor(mine, dtype=torch.float64).view(-1, 2)
-            weight = self._agreed_weight = self.weight(fragment.index)
-            self.run(lambda channel: take_weighted_mean([moves], weight, channel, tag="rates"))
-            self.exchange(fragment)
-            means, _ = self.finish(fragment)
+            self._weight = replica.weight(fragment.index)
+            replica.run(partial(take_weighted_mean, [moves], self._weight, tag="rates"))
+            replica.exchange(fragment)
+            means, _ = replica.finish(fragment)
+            if replica.world.size == 1:
+                fragment.set_anchors(None)
+                continue
             self._apply(fragment, means, dict(zip(names, moves.tolist(), strict=True)))
             fragment.return_to_anchors()
         self._moved = {}
@@ -247,70 +256,43 @@ class LocalAdamReplica(AnchoredReplica):
             rate, kept = moves[name]
             fragment.anchors[name].mul_(kept).sub_(mean)
             if rate > 0 and name in self.adam.corrections:
-                self.optimizer.state[fragment.params[name]]["exp_avg"].copy_(mean * denominator / rate)
+                self._optimizer.state[fragment.params[name]]["exp_avg"].copy_(mean * denominator / rate)
 
     # State -------------------------------------------------------------------------------------------------------
 
-    def shared_state(self) -> dict[str, Any]:
-        return {**super().shared_state(), **self.adam.state(), "moved": self._packed()}
+    def shared_state(self, replica: AnchoredReplica) -> dict[str, Any]:
+        return {**self.adam.state(), **self.local_state()}
+
+    def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
+        self.adam.load(shared)
+        self.load_local(shared)
 
     def local_state(self) -> dict[str, Any]:
-        return {**super().local_state(), "moved": self._packed()}
+        """AMP may skip the step of one rank alone."""
+        return {"moved": {name: list(moved) for name, moved in self._moved.items()}}
 
-    def _packed(self) -> dict[str, list[float]]:
-        return {name: list(moved) for name, moved in self._moved.items()}
+    def load_local(self, local: dict[str, Any]) -> None:
+        self._moved = {name: Moved(*moved) for name, moved in local["moved"].items()}
 
-    def load_shared(self, shared: dict[str, Any]) -> None:
-        super().load_shared(shared)
-        self.adam.load(shared)
-        self._moved = {name: Moved(*moved) for name, moved in shared["moved"].items()}
-
-    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
-        super().load_local(shared, locals_, same_world=same_world)
-        if same_world:  # AMP may skip the step of one rank alone
-            self._moved = {name: Moved(*moved) for name, moved in locals_[0]["moved"].items()}
-
-    def _factors(self) -> dict[str, Tensor]:
-        names = [name for fragment in self.fragments for name in fragment.live]
-        anchors = [fragment.anchors[name] for fragment in self.fragments for name in fragment.live]
-        return dict(zip(names, self.adam.denominators(names, anchors), strict=True))
-
-    def unsent(self) -> Residual | None:
+    def give_unsent(self, replica: AnchoredReplica, unsent: Residual) -> Residual:
         """As differences of parameters, which every method has a use for."""
-        kept = super().unsent()
-        return None if kept is None else kept.times({n: 1 / d for n, d in self._factors().items()}, "parameters")
+        return unsent.times({name: 1 / d for name, d in self._denominators(replica).items()}, "parameters")
 
-    def take_unsent(self, unsent: Residual) -> None:
+    def take_unsent(self, replica: AnchoredReplica, unsent: Residual) -> Residual:
         """What qadam has kept back counts at the rate of a step, of differences of parameters as they are."""
         if unsent.unit == "parameters":
-            super().take_unsent(unsent.times(self._factors(), "parameters"))
-            return
-        momenta = unsent.convert("momenta", self.model.named_parameters(), self.optimizer)
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+            return unsent.times(self._denominators(replica), "parameters")
+        momenta = unsent.convert("momenta", self._model.named_parameters(), self._optimizer)
+        groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
         rates = {}
-        for name, param in self.model.named_parameters():
-            state = self.optimizer.state.get(param)
+        for name, param in self._model.named_parameters():
+            state = self._optimizer.state.get(param)
             if state:
                 lr, beta1 = float(groups[param]["lr"]), groups[param]["betas"][0]
                 sense = -1.0 if groups[param]["maximize"] else 1.0
                 rates[name] = sense * lr / (1.0 - beta1 ** float(state["step"])) / unsent.scale()
-        super().take_unsent(momenta.times(rates, "parameters"))
+        return momenta.times(rates, "parameters")
 
-
-class Meetings(Rounds):
-    """When the ranks meet: by the number of the window."""
-
-    def __init__(self, strategy: zero_one_adam) -> None:
-        self._strategy = strategy
-
-    def meet(self, replica: AnchoredReplica) -> None:
-        assert isinstance(replica, LocalAdamReplica)
-        if self._strategy.meets(replica.met):
-            for fragment in replica.fragments:
-                replica.meet_in(fragment)
-
-    def shared_state(self, replica: AnchoredReplica) -> dict[str, Any]:
-        return {}
-
-    def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
-        pass
+    def _denominators(self, replica: AnchoredReplica) -> dict[str, Tensor]:
+        anchors = {name: fragment.anchors[name] for fragment in replica.fragments for name in fragment.live}
+        return dict(zip(anchors, self.adam.denominators(anchors, anchors.values()), strict=True))

@@ -22,7 +22,7 @@ from unisono.methods.exchange.reduction import overlap_pays
 from unisono.methods.reducer import Reducer, dense_bytes
 from unisono.methods.spec import build, describe
 from unisono.methods.strategies.auto.decisions import Costs, Decision, PricedCandidate, Probed, StepTimes, Tuner
-from unisono.methods.strategy import ChangingReplica, Replica, Strategy
+from unisono.methods.strategy import ChangingReplica, Strategy
 from unisono.predict.costs import sent_share
 from unisono.world import World, probe
 from unisono.world.probe import take_slowest

@@ -197,14 +197,24 @@ def test_after_a_meeting_ranks_have_one_model_and_one_momentum_and_v_stands_stil
     assert all(map(torch.equal, a[1:], b[1:]))
 
 
-def test_a_step_that_one_rank_skips_counts_on_the_others() -> None:
-    def work(world: World) -> Tensor:
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_step_that_one_rank_skips_counts_on_the_others(resumed: bool, tmp_path: Path) -> None:
+    def started(world: World) -> tuple[nn.Linear, Any, un.Replica]:
         model = make()
         optimizer = adam(model, 0.5)
-        replica = un.parallel(model, optimizer, SPEC.format(", reducer=dense"), world=world)
+        return model, optimizer, un.parallel(model, optimizer, SPEC.format(", reducer=dense"), world=world)
+
+    def work(world: World) -> Tensor:
+        model, optimizer, replica = started(world)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
         replica.watch(scaler)
         for window in range(9):
+            if resumed and window == 8:
+                un.save(tmp_path, replica)
+                replica.close()
+                model, optimizer, replica = started(world)
+                un.load(tmp_path, replica)
+                replica.watch(scaler)
             optimizer.zero_grad()
             overflow = float("inf") if (world.rank, window) == (1, 7) else 1.0
             scaler.scale(loss_of(model.weight, batch(window, world.rank)) * overflow).backward()

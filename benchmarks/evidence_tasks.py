@@ -33,7 +33,7 @@ BATCH = {"digits": 64, "text": 32, "sparse": 64}
 SGD = {"digits": 0.05, "text": 0.2, "sparse": 16.0}  # learning rates
 ADAM = {"digits": 0.001, "text": 0.003, "sparse": 0.03}
 MUON = 0.02
-RATES = (0.1, 0.3, 1.0, 3.0)  # times a variant's own learning rates: what a search tries
+RATES = (0.1, 0.3, 1.0, 3.0, 10.0)  # times a variant's own learning rates: what a search tries
 TUNED = 100  # the seed of a search: none of those that results are made with
 ALONE = "one process"  # plain PyTorch, without unisono.parallel
 
@@ -221,7 +221,7 @@ def train(run: Run, world: Any) -> dict[str, Any]:
     found |= {"data": data.source, "parameters": sum(p.numel() for p in data.model.parameters())}
     if sizes is not None:
         found["kept_bytes"] = max(world.gather_objects(sizes))
-    if hasattr(replica, "staleness"):
+    if hasattr(replica, "staleness") and "ahead" in replica.staleness():
         found["ahead"] = max(world.gather_objects(max(replica.staleness()["ahead"], default=0)))
     model = data.model if alone else replica.consolidate()
     with torch.no_grad():

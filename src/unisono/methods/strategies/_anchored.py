@@ -63,13 +63,6 @@ class Rounds(ABC):
     def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
         """Take it, from a checkpoint or from the rank that all go on from in a new world."""
 
-    def local_state(self) -> dict[str, Any]:
-        """What is this rank's own."""
-        return {}
-
-    def load_local(self, local: dict[str, Any]) -> None:  # noqa: B027 - most have none
-        """Take it, from a checkpoint of a world of this size."""
-
     def give_unsent(self, replica: AnchoredReplica, unsent: Residual) -> Residual:
         """What reducers kept back, as differences of parameters: here it is that."""
         return unsent
@@ -363,7 +356,6 @@ class AnchoredReplica(PeriodicReplica):
             "reducer": [f.reduction.state_dict()["local"] for f in self.fragments],
             "weights": [list(weights) for weights in self._weights],
             "written": [f.written.state_dict() for f in self.fragments],
-            **self.rounds.local_state(),
         }
 
     @torch.no_grad()
@@ -401,8 +393,6 @@ class AnchoredReplica(PeriodicReplica):
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """What the ranks' reducers kept, if the fragments are the same; in the same world, what this rank saw."""
         self._weights = [[] for _ in range(self._count)]
-        if same_world:
-            self.rounds.load_local(locals_[0])
         if same_world and len(locals_[0].get("weights", ())) == self._count:
             self._weights = [list(weights) for weights in locals_[0]["weights"]]
         if len(self.fragments) == shared["fragments"]:

@@ -261,18 +261,12 @@ class LocalAdam(Rounds):
     # State -------------------------------------------------------------------------------------------------------
 
     def shared_state(self, replica: AnchoredReplica) -> dict[str, Any]:
-        return {**self.adam.state(), **self.local_state()}
+        """Where AMP skipped a step of this rank alone, how it moved differs, and is in its own part of a checkpoint."""
+        return {**self.adam.state(), "moved": {name: list(moved) for name, moved in self._moved.items()}}
 
     def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
         self.adam.load(shared)
-        self.load_local(shared)
-
-    def local_state(self) -> dict[str, Any]:
-        """AMP may skip the step of one rank alone."""
-        return {"moved": {name: list(moved) for name, moved in self._moved.items()}}
-
-    def load_local(self, local: dict[str, Any]) -> None:
-        self._moved = {name: Moved(*moved) for name, moved in local["moved"].items()}
+        self._moved = {name: Moved(*moved) for name, moved in shared["moved"].items()}
 
     def give_unsent(self, replica: AnchoredReplica, unsent: Residual) -> Residual:
         """As differences of parameters, which every method has a use for."""

@@ -34,7 +34,7 @@ SGD = {"digits": 0.05, "text": 0.2, "sparse": 16.0}  # learning rates
 ADAM = {"digits": 0.001, "text": 0.003, "sparse": 0.03}
 LIKE = {"text3": "text", "text25": "text", "text125": "text", "images": "digits"}  # of evidence_large.py
 MUON = 0.02
-RATES = (0.1, 0.3, 1.0, 3.0, 10.0)  # times a variant's own learning rates: what a search tries
+RATES = (0.1, 0.3, 1.0, 3.0)  # times a variant's own learning rates: what a search tries
 TUNED = 100  # the seed of a search: none of those that results are made with
 ALONE = "one process"  # plain PyTorch, without unisono.parallel
 

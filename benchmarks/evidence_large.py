@@ -140,7 +140,8 @@ def read_idx(path: Path) -> Any:
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
 
 
-def gpt(width: int, layers: int, folder: Path) -> Data:
+def gpt(width: int, layers: int, judged: int, folder: Path) -> Data:
+    """`judged`: sequences that are held out."""
     import numpy as np
     import torch
 
@@ -151,7 +152,7 @@ def gpt(width: int, layers: int, folder: Path) -> Data:
     codes = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
     rows = codes[: len(codes) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     test = torch.arange(len(rows)) % 100 == 0
-    held_out = rows[test][::4][:512]
+    held_out = rows[test][:: len(rows) // 100 // judged][:judged]
     model = make_transformer(256, width, layers, max(1, width // 64), LENGTH)
     kept = rows[~test]
     return Data(model, (kept[:, :-1], kept[:, 1:]), (held_out[:, :-1], held_out[:, 1:]), f"text {found[:12]}")
@@ -202,9 +203,9 @@ def augment(x: Any, seed: int) -> Any:
 
 
 TASKS = {
-    "text3": Large("text", 300, 32, 1e-3, 0.2, partial(gpt, 192, 6)),
-    "text25": Large("text", 2000, 128, 1e-3, 0.2, partial(gpt, 512, 8)),
-    "text125": Large("text", 2000, 128, 6e-4, 0.2, partial(gpt, 896, 13)),
+    "text3": Large("text", 300, 16, 1e-3, 0.2, partial(gpt, 192, 6, 64)),
+    "text25": Large("text", 2000, 128, 1e-3, 0.2, partial(gpt, 512, 8, 512)),
+    "text125": Large("text", 2000, 128, 6e-4, 0.2, partial(gpt, 896, 13, 512)),
     "images": Large("digits", 2000, 256, 1e-3, 0.1, images),
 }
 for _name, _task in TASKS.items():
@@ -497,4 +498,6 @@ def draw_all(lines: list[dict[str, Any]], asked: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import evidence_large  # workers import it by this name
+
+    evidence_large.main()

@@ -4,6 +4,7 @@ python benchmarks/evidence.py topk                       # this row: its runs, o
 python benchmarks/evidence.py --all --jobs 8 --part accuracy --out accuracy.jsonl
 python benchmarks/evidence.py --all --part links --out links.jsonl
 python benchmarks/evidence.py --page accuracy.jsonl links.jsonl    # results/evidence.jsonl and docs/evidence.md
+python benchmarks/evidence.py demo ef21 --tune --out tune.jsonl    # learning rates: what exceptions come from
 
 Each run is 4 workers, processes of one thread; a method and its reference begin with the same weights and see the same
 samples, over --seeds seeds. Runs that rows have in common are made once. A run that fails is noted with its error, and
@@ -33,7 +34,7 @@ import evidence_tasks
 from evidence_claims import ROWS, TWO_HOSTS, VARIANTS, links_of, of_row, variants_of
 from evidence_page import PAGE, write_page
 from evidence_rules import Results, read, verdict
-from evidence_tasks import STEPS, TRAINED, WORKERS, Run, append
+from evidence_tasks import RATES, STEPS, TRAINED, TUNED, WORKERS, Run, append
 from measure import finish
 
 RESULTS = Path(__file__).parent / "results" / "evidence.jsonl"
@@ -60,8 +61,11 @@ class Timed(NamedTuple):
 # What there is to do -----------------------------------------------------------------------------------------
 
 
-def bundles(methods: list[str], seeds: int, steps: int | None, done: set[str], together: bool) -> list[Bundle]:
-    """The runs of these rows that are not done, each once: those of a variant in one bundle, or all `together`."""
+def bundles(
+    methods: list[str], seeds: int, steps: int | None, done: set[str], together: bool, tune: bool = False
+) -> list[Bundle]:
+    """The runs of these rows that are not done, each once: those of a variant in one bundle, or all `together`.
+    `tune`: those of the search for a learning rate instead."""
     found: dict[tuple[str, str], None] = {}  # variant and task
     for method in methods:
         for task in ROWS[method].tasks:
@@ -70,7 +74,10 @@ def bundles(methods: list[str], seeds: int, steps: int | None, done: set[str], t
     grouped: dict[str, list[Run]] = {}
     for name, task in found:
         count = min(steps or STEPS[task], STEPS[task]) if task not in TRAINED else steps or STEPS[task]
-        runs = [Run(task, VARIANTS[name], seed, count) for seed in range(seeds)]
+        if tune:
+            runs = [Run(task, VARIANTS[name].at(rate), TUNED, count) for rate in RATES if task in TRAINED]
+        else:
+            runs = [Run(task, VARIANTS[name], seed, count) for seed in range(seeds)]
         kept = {run.key: run for run in runs if run.key not in done and run.key not in made}
         made |= kept
         grouped.setdefault("" if together else name, []).extend(kept.values())
@@ -212,6 +219,19 @@ def begin_session(path: Path, part: str) -> str:
     return session
 
 
+def best_rates(methods: list[str], results: Results, steps: int | None) -> dict[tuple[str, str], float]:
+    """Of the search, for each variant and task: the rate with the least held-out loss; all are printed."""
+    found = {}
+    named = {(name, task): None for m in methods for task in ROWS[m].tasks for name in variants_of(m, task)}
+    for name, task in named:
+        lines = {r: results.runs.get(Run(task, VARIANTS[name].at(r), TUNED, steps or STEPS[task]).key) for r in RATES}
+        losses = {rate: line["loss"] for rate, line in lines.items() if line and line.get("loss") is not None}
+        if losses:
+            found[name, task] = min(losses, key=losses.__getitem__)
+            print(f"{name}, {task}: " + ", ".join(f"x {rate:g} {loss:.4f}" for rate, loss in losses.items()))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", choices=[*ROWS, []], metavar="METHOD", help="rows to run (--list)")
@@ -219,6 +239,10 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the rows and their claims")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each variant (default 3)")
     parser.add_argument("--steps", type=int, help="of each run (default: by the task)")
+    rates = ", ".join(f"{rate:g}" for rate in RATES)
+    parser.add_argument(
+        "--tune", action="store_true", help=f"try learning rates {rates} times the variant's, with a seed of their own"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="sets of workers at the same time (default 1)")
     parser.add_argument("--part", choices=("accuracy", "links", "both"), default="both")
     parser.add_argument(
@@ -252,14 +276,16 @@ def measure(methods: list[str], asked: argparse.Namespace) -> None:
         raise SystemExit(f"{asked.out} exists: go on with it by --resume, or give another --out")
     lines = read([asked.out]) if asked.out.exists() else []
     before, start = Results(lines, VARIANTS), time.monotonic()
-    todo = (
-        bundles(methods, asked.seeds, asked.steps, set(before.runs), asked.jobs == 1) if asked.part != "links" else []
-    )
-    timed = timings(methods, asked.mbit, set(before.links)) if asked.part != "accuracy" else []
+    together, done = asked.jobs == 1, set(before.runs)
+    todo = [] if asked.part == "links" else bundles(methods, asked.seeds, asked.steps, done, together, asked.tune)
+    timed = [] if asked.part == "accuracy" or asked.tune else timings(methods, asked.mbit, set(before.links))
     failed = run_all(todo, timed, asked, begin_session(asked.out, asked.part))
     for why in failed:
         print(f"failed: {why}", file=sys.stderr)
     results = Results(read([asked.out]), VARIANTS)
+    if asked.tune:
+        finish({f"{name}, {task}": rate for (name, task), rate in best_rates(methods, results, asked.steps).items()})
+        return
     verdicts = {}
     for method in methods:
         mine = of_row(method, results)

@@ -36,13 +36,17 @@ BOTH = ("digits", "text")
 SIGN = (0.003, 0.003, 1.0)  # its step is the learning rate itself
 ONE_BIT = (0.5, 0.1, 1.0)  # at the text's own rate one-bit gradients diverge
 STALE = (1.0, 0.5, 1.0)  # late pushes act as momentum: at the text's own rate they diverge
-AVERAGED = (10.0, 10.0, 10.0)  # its momentum is a mean of gradients, where SGD's with 0.9 is ten times that
-SIGN_ALONE = (0.03, 0.03, 1.0)  # as SIGN, without the tenfold steps of momentum 0.9
+# The best of 0.1, 0.3, 1 and 3 times the rates above, by `--tune` (2026-11-19: one run each, with a seed of its own).
+# Rows with such a variant have a reference that was searched in the same way: several were best at the largest.
+SEARCHED_ADAM = (3.0, 3.0, 1.0)
+SEARCHED_SGD = (3.0, 1.0, 1.0)
 EACH = (0.25, 0.25, 0.25)  # each of the four workers steps with it in full, on a quarter of the batch
 
 VARIANTS = {
     "allreduce": Variant("allreduce"),
     "adam": Variant("allreduce", adam=True),
+    "allreduce_searched": Variant("allreduce", lr=SEARCHED_SGD),
+    "adam_searched": Variant("allreduce", lr=SEARCHED_ADAM, adam=True),
     "one_process": Variant(ALONE),
     "dense": Variant("allreduce(reducer=dense)"),
     "bf16": Variant("bf16"),
@@ -81,6 +85,7 @@ VARIANTS = {
     "local_sgd_32": Variant("local_sgd(every=32, start={tenth})"),
     "post_local_sgd": Variant("local_sgd(every=8, start='decay')"),
     "diloco": Variant("diloco(every=20)", adam=True),
+    "diloco_searched": Variant("diloco(every=20)", lr=(1.0, 3.0, 1.0), adam=True),
     "diloco_plain_outer": Variant("diloco(every=20, outer_lr=1.0, outer_momentum=0.0, nesterov=False)", adam=True),
     "diloco_streaming": Variant("diloco(every=20, fragments=4, delay=2)", adam=True),
     "crossbow": Variant("crossbow"),
@@ -98,6 +103,10 @@ VARIANTS = {
     "qadam": Variant("qadam(warmup={quarter})", adam=True),
     "qadam_onebit": Variant("qadam(warmup={quarter}, reducer=onebit)", adam=True),
     "qadam_early": Variant("qadam(warmup=5)", adam=True),
+    "zero_one_adam": Variant("zero_one_adam(warmup={tenth}, start={quarter}, double=8, every=16)", adam=True),
+    "zero_one_adam_exact": Variant(
+        "zero_one_adam(warmup={tenth}, start={quarter}, double=8, every=16, reducer=dense)", adam=True
+    ),
     "muon": Variant("allreduce", muon=True),
     "shared_muon": Variant("shared", muon=True),
     "zero_2_muon": Variant("zero(stage=2)", muon=True),
@@ -107,18 +116,18 @@ VARIANTS = {
     "zero_1": Variant("zero(stage=1)", adam=True),
     "zero_2": Variant("zero(stage=2)", adam=True),
     "zero_3": Variant("zero(stage=3)", adam=True),
-    "sparseloco": Variant("sparseloco(every=20)", adam=True),
-    "sparseloco_8": Variant("sparseloco(every=20, k=512)", adam=True),
-    "async_diloco": Variant("async_diloco(every=20)", adam=True),
-    "ef21": Variant("ef21(topk(k=0.01, feedback=False))", lr=AVERAGED, momentum=0.0),
-    "ef21_10": Variant("ef21(topk(k=0.1, feedback=False))", lr=AVERAGED, momentum=0.0),
+    "sparseloco": Variant("sparseloco(every=20)", lr=SEARCHED_ADAM, adam=True),
+    "sparseloco_8": Variant("sparseloco(every=20, k=512)", lr=SEARCHED_ADAM, adam=True),
+    "async_diloco": Variant("async_diloco(every=20)", lr=(1.0, 3.0, 1.0), adam=True),  # that of diloco
+    "ef21": Variant("ef21(topk(k=0.01, feedback=False))", lr=(10.0, 3.0, 10.0), momentum=0.0),
+    "ef21_10": Variant("ef21(topk(k=0.1, feedback=False))", lr=(30.0, 3.0, 10.0), momentum=0.0),
     "loco": Variant("loco"),
     "loco_forgets": Variant("loco(reset=1)"),
-    "cocktail": Variant("cocktail"),
+    "cocktail": Variant("cocktail", lr=(1.0, 0.3, 1.0)),
     "fp8": Variant("fp8"),
-    "demo": Variant("demo", lr=SIGN_ALONE, momentum=0.0),
-    "sparta": Variant("sparta(share=0.005)", adam=True),
-    "sparta_5": Variant("sparta(share=0.05)", adam=True),
+    "demo": Variant("demo", lr=(0.09, 0.09, 1.0), momentum=0.0),
+    "sparta": Variant("sparta(share=0.005)", lr=SEARCHED_ADAM, adam=True),
+    "sparta_5": Variant("sparta(share=0.05)", lr=SEARCHED_ADAM, adam=True),
     "auto": Variant("auto(among=[allreduce, bf16, bytegrad, powersgd(rank=4)], check_every=10, trial_steps=3)"),
 }
 
@@ -492,6 +501,21 @@ ROWS = {
         note="One-bit momenta diverged on the digits with every seed: probably because all numbers of a tensor then "
         "have one size, also those whose frozen variance is almost zero.",
     ),
+    "zero_one_adam": Row(
+        "Adam with its variance frozen on a schedule, momenta of 1 bit and local steps converges as Adam does, with up "
+        "to 87 % less data than 1-bit Adam.",
+        "Lu et al. 2022, 0/1 Adam, abstract (arXiv:2202.06009)",
+        ("adam", "qadam_onebit", "zero_one_adam", "zero_one_adam_exact"),
+        all_of(
+            as_good("zero_one_adam", "adam", *BOTH),
+            as_good("zero_one_adam_exact", "adam", *BOTH),
+            fewer_bytes("zero_one_adam", "qadam_onebit", 0.5),
+        ),
+        links=("adam", "zero_one_adam"),
+        note="Local steps begin after a quarter of 240 steps here, and the paper's runs have 100,000 and more. On the "
+        "digits v stands after 24 steps, which is too early there, as for `qadam(warmup=24)`: with exact means one of "
+        "three runs diverged, too.",
+    ),
     "shared": Row(
         "One model in the memory of a host for all its workers: the numbers of all-reduce, and nothing is sent.",
         "Our own method (no paper): the page of the method, first section",
@@ -530,31 +554,32 @@ ROWS = {
         "Differences of models as 1 to 3 % of their numbers in 2 bits, with memory in the place of outer momentum: as "
         "good as DiLoCo with exact differences, or better.",
         "Sarfi et al. 2025, SparseLoCo, abstract (arXiv:2508.15706)",
-        ("adam", "diloco", "sparseloco", "sparseloco_8"),
+        ("adam_searched", "diloco_searched", "sparseloco", "sparseloco_8"),
         all_of(
-            as_good("sparseloco", "diloco", *BOTH),
-            fewer_bytes("sparseloco", "diloco", 0.05),
+            as_good("sparseloco", "diloco_searched", *BOTH),
+            as_good("sparseloco_8", "diloco_searched", *BOTH),
+            fewer_bytes("sparseloco", "diloco_searched", 0.05),
         ),
         links=("adam", "sparseloco"),
     ),
     "async_diloco": Row(
         "Local training without a barrier, with delayed Nesterov momentum, learns as the synchronous kind does.",
         "Liu et al. 2024, Asynchronous Local-SGD, abstract (arXiv:2401.09135)",
-        ("adam", "diloco", "async_diloco"),
+        ("adam_searched", "diloco_searched", "async_diloco"),
         all_of(
-            as_good("async_diloco", "diloco", *BOTH),
-            fewer_bytes("async_diloco", "adam", 0.1),
+            as_good("async_diloco", "diloco_searched", *BOTH),
+            fewer_bytes("async_diloco", "adam_searched", 0.1),
         ),
         links=("adam", "async_diloco"),
     ),
     "ef21": Row(
         "Estimates of momenta, corrected by their largest numbers, converge as SGD does, whatever the batch.",
         "Fatkhullin et al. 2023, Momentum Provably Improves Error Feedback, abstract (arXiv:2305.15155)",
-        ("allreduce", "topk_1", "ef21", "ef21_10"),
+        ("allreduce_searched", "topk_1", "ef21", "ef21_10"),
         all_of(
-            as_good("ef21", "allreduce", *BOTH),
+            as_good("ef21", "allreduce_searched", *BOTH),
             as_good("ef21", "topk_1", *BOTH),
-            fewer_bytes("ef21", "allreduce", 0.07),
+            fewer_bytes("ef21", "allreduce_searched", 0.07),
         ),
         links=("ef21",),
     ),
@@ -572,10 +597,10 @@ ROWS = {
     "cocktail": Row(
         "Random, then the largest, then few bits, with error feedback: 100 times fewer bytes at no loss.",
         "Wang et al. 2023, CocktailSGD, abstract (ICML 2023)",
-        ("allreduce", "cocktail"),
+        ("allreduce_searched", "cocktail"),
         all_of(
-            as_good("cocktail", "allreduce", *BOTH),
-            fewer_bytes("cocktail", "allreduce", 0.04),
+            as_good("cocktail", "allreduce_searched", *BOTH),
+            fewer_bytes("cocktail", "allreduce_searched", 0.04),
             faster("cocktail", "allreduce", 100, 4),
         ),
         links=("cocktail",),
@@ -594,20 +619,20 @@ ROWS = {
     "demo": Row(
         "Momenta that stay local, with their strongest frequencies exchanged, train as AdamW does.",
         "Peng et al. 2024, DeMo, abstract (arXiv:2411.19870)",
-        ("adam", "allreduce", "demo"),
+        ("adam_searched", "demo"),
         all_of(
-            as_good("demo", "adam", *BOTH),
-            fewer_bytes("demo", "adam", 0.06),
+            as_good("demo", "adam_searched", *BOTH),
+            fewer_bytes("demo", "adam_searched", 0.06),
         ),
         links=("adam", "demo"),
     ),
     "sparta": Row(
         "Averaging 0.05 to 0.5 % of the parameters in each step keeps workers together at a thousandth of the bytes.",
         "EXO Labs 2025, SPARTA (report)",
-        ("adam", "sparta", "sparta_5"),
+        ("adam_searched", "sparta", "sparta_5"),
         all_of(
-            as_good("sparta", "adam", *BOTH),
-            fewer_bytes("sparta", "adam", 0.03),
+            as_good("sparta", "adam_searched", *BOTH),
+            fewer_bytes("sparta", "adam_searched", 0.03),
         ),
         links=("adam", "sparta"),
     ),

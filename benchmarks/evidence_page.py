@@ -24,6 +24,8 @@ first, then every check that failed, the setup, and each method in detail. You c
 `python benchmarks/evidence.py METHOD`, which needs no download. Rules in code (`benchmarks/evidence_rules.py`) decide
 whether a claim holds, and claims that do not hold are shown like the others. The tasks are small, the runs are short,
 and {workers} workers take part: a claim that does not hold here may hold at the size of its paper, and vice versa.
+`benchmarks/evidence_large.py` trains a GPT of 25 M parameters and a ResNet under all methods; it needs a GPU, and there
+are no results of it yet.
 """
 HOW = """## How it is measured
 
@@ -34,7 +36,8 @@ HOW = """## How it is measured
 - A method and its reference begin with the same weights and see the same samples in the same order, and all accuracies
   and losses of a row were measured with one machine, torch and Python. The learning rate falls to a fifth at 60 and
   at 85 % of the steps. Learning rates are the reference's (SGD with momentum 0.9, or AdamW), not tuned by method;
-  exceptions are in the tables, with their reasons in `benchmarks/evidence_claims.py`.
+  exceptions are in the tables, with their reasons in `benchmarks/evidence_claims.py`. `..._searched` and the methods
+  compared with it have the best of four rates, from 0.1 to 3 times these, by one run each with another seed (`--tune`).
 - Numbers are the mean over {seeds} ± their standard deviation.
 - **as good as**: not worse than the reference by more than 0.5 points of accuracy (digits) or 1 % of its loss (text,
   sparse), or by its standard deviation if that is more. **better than**: better by more than that, and by more than the

@@ -32,7 +32,10 @@ STEPS = {"digits": 240, "text": 240, "sparse": 240, "noise": 20, "slow": 30}
 BATCH = {"digits": 64, "text": 32, "sparse": 64}
 SGD = {"digits": 0.05, "text": 0.2, "sparse": 16.0}  # learning rates
 ADAM = {"digits": 0.001, "text": 0.003, "sparse": 0.03}
+LIKE = {"text3": "text", "text25": "text", "text125": "text", "images": "digits"}  # of evidence_large.py
 MUON = 0.02
+RATES = (0.1, 0.3, 1.0, 3.0)  # times a variant's own learning rates: what a search tries
+TUNED = 100  # the seed of a search: none of those that results are made with
 ALONE = "one process"  # plain PyTorch, without unisono.parallel
 
 
@@ -46,10 +49,15 @@ class Variant(NamedTuple):
     muon: bool = False  # for matrices, of the text those of its blocks; AdamW for the rest
     hosts: int = 1  # that the workers count as being on
     fused: bool = False  # the optimizer by torch's fused kernels
+    outer: float = 0.0  # the outer learning rate, where the spec has a place for it: {outer}
+
+    def at(self, rate: float) -> Variant:
+        """The same at so many times its learning rates."""
+        return self._replace(lr=tuple(rate * share for share in self.lr))
 
     def told(self, steps: int) -> str:
         """The spec as it is run."""
-        return self.spec.format(tenth=max(1, steps // 10), quarter=max(1, steps // 4))
+        return self.spec.format(tenth=max(1, steps // 10), quarter=max(1, steps // 4), outer=self.outer)
 
 
 class Run(NamedTuple):
@@ -57,17 +65,24 @@ class Run(NamedTuple):
     variant: Variant
     seed: int
     steps: int
+    workers: int = WORKERS
+
+    @property
+    def share(self) -> float:
+        """How many times the task's learning rate it is trained with."""
+        like = LIKE.get(self.task, self.task)
+        return self.variant.lr[TRAINED.index(like)] if like in TRAINED else 1.0
 
     @property
     def key(self) -> str:
         """What decides the result."""
-        v = self.variant
-        lr = v.lr[TRAINED.index(self.task)] if self.task in TRAINED else 1.0
+        v, lr = self.variant, self.share
         optimizer = (
             "muon + adam" if v.muon else "adam" if v.adam else f"sgd {v.momentum:g}{' fused' if v.fused else ''}"
         )
         how = f"{optimizer}, lr x {lr:g}, {v.hosts} host(s)"
-        return f"{self.task} | {v.told(self.steps)} | {how} | {self.steps} steps | seed {self.seed}"
+        count = f", {self.workers} workers" if self.workers != WORKERS else ""
+        return f"{self.task} | {v.told(self.steps)} | {how}{count} | {self.steps} steps | seed {self.seed}"
 
 
 class Data(NamedTuple):
@@ -119,7 +134,6 @@ def made_digits(samples: int = 1797) -> tuple[Any, Any]:
 
 def text() -> Data:
     import torch
-    from torch import nn
 
     length, width = 32, 64
     files = sorted(Path(os.__file__).parent.glob("*.py"))
@@ -127,23 +141,30 @@ def text() -> Data:
     letters, codes = torch.tensor(list(read)).unique(return_inverse=True)
     rows = codes[: len(codes) // (length + 1) * (length + 1)].view(-1, length + 1)
     test = torch.arange(len(rows)) % 100 == 0
+    model, kept = make_transformer(len(letters), width, 2, 4, length), (rows[~test][:, :-1], rows[~test][:, 1:])
+    source = "the standard library's sources"
+    return Data(model, kept, (rows[test][:, :-1], rows[test][:, 1:]), source)
+
+
+def make_transformer(letters: int, width: int, layers: int, heads: int, length: int) -> Any:
+    """A decoder that predicts the next letter."""
+    import torch
+    from torch import nn
 
     class CharTransformer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(len(letters), width)
+            self.embed = nn.Embedding(letters, width)
             self.position = nn.Parameter(0.02 * torch.randn(length, width))
-            block = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
-            self.blocks = nn.TransformerEncoder(block, 2, nn.LayerNorm(width), enable_nested_tensor=False)
-            self.head = nn.Linear(width, len(letters))
+            block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True)
+            self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+            self.head = nn.Linear(width, letters)
 
         def forward(self, x: Any) -> Any:
-            past = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            past = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
             return self.head(self.blocks(self.embed(x) + self.position, past, is_causal=True))
 
-    kept = (rows[~test][:, :-1], rows[~test][:, 1:])
-    source = "the standard library's sources"
-    return Data(CharTransformer(), kept, (rows[test][:, :-1], rows[test][:, 1:]), source)
+    return CharTransformer()
 
 
 def sparse() -> Data:
@@ -215,7 +236,7 @@ def train(run: Run, world: Any) -> dict[str, Any]:
     found |= {"data": data.source, "parameters": sum(p.numel() for p in data.model.parameters())}
     if sizes is not None:
         found["kept_bytes"] = max(world.gather_objects(sizes))
-    if hasattr(replica, "staleness"):
+    if hasattr(replica, "staleness") and "ahead" in replica.staleness():
         found["ahead"] = max(world.gather_objects(max(replica.staleness()["ahead"], default=0)))
     model = data.model if alone else replica.consolidate()
     with torch.no_grad():
@@ -230,7 +251,7 @@ def train(run: Run, world: Any) -> dict[str, Any]:
 def make_optimizers(run: Run, model: Any) -> list[Any]:
     import torch
 
-    share = run.variant.lr[TRAINED.index(run.task)]
+    share = run.share
     if run.variant.muon:
         hidden = [p for p in getattr(model, "blocks", model).parameters() if p.dim() == 2]
         rest = [p for p in model.parameters() if not any(p is x for x in hidden)]

@@ -44,6 +44,11 @@ METHODS = {
     "local_sgd_4_powersgd_r8": Method("local_sgd(every=4, start=0, reducer=powersgd(rank=8))", 1e-3),
     "local_sgd_8_powersgd_r8": Method("local_sgd(every=8, start=0, reducer=powersgd(rank=8))", 1e-3),
     "diloco_8_powersgd_r8": Method("diloco(every=8, reducer=powersgd(rank=8))", 5e-4),
+    "diloco_8_topk": Method(  # these three were tried with 1e-3, the first two with a second rate
+        "diloco(every=8, outer_lr=1.0, outer_momentum=0.5, reducer=topk(chunk=4096, k=256, bits=4))", 1e-3
+    ),
+    "sparseloco_8": Method("sparseloco(every=8, k=256, bits=4)", 1e-3),
+    "local_sgd_8_topk": Method("local_sgd(every=8, start=0, reducer=topk(chunk=4096, k=512, bits=4))", 1e-3),
 }
 DEFAULT = (
     "ddp",

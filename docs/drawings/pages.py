@@ -30,6 +30,7 @@ OPS = {
 }
 SMALL = {
     *("", "barrier", "used", "drop", "decay", "agree", "accordion", "what leaders kept", "means are there", "auto"),
+    "rates",
     *("optimizer.step() of window", "the end of a step", "ask", "answer"),
 }
 
@@ -258,6 +259,19 @@ PAGES: dict[str, Page] = {
             ("the means, a byte a number again", "momenta"),
         ],
         "Drawn with warmup=1.",
+    ),
+    "zero_one_adam": Page(
+        Course("zero_one_adam(warmup=1, start=1, every=2)", windows=3, optimizer="AdamW"),
+        [
+            ("warm-up: gradients in full", G),
+            USED,
+            ("v is frozen on all", "small"),
+            ("how far each worker stepped", "small"),
+            ("whether the program wrote to parameters, or a learning rate fell", "small"),
+            ("sums of momenta, a bit a number", "momenta"),
+            ("the means, a bit a number again", "momenta"),
+        ],
+        "Drawn with warmup=1, start=1 and every=2: nothing is sent in the second step.",
     ),
     "zero": Page(
         Course("zero(stage=2)"),

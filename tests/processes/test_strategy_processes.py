@@ -19,6 +19,7 @@ SPECS = {
     "gossip": "gossip(bits=8)",
     "async_average": "async_average(every_s=0.01, warmup=1)",
     "qadam": "qadam(warmup=2)",
+    "zero_one_adam": "zero_one_adam(warmup=1, start=2, every=2)",
     "crossbow": "crossbow(learners=2, every=2)",
     "parameter_server": "parameter_server(servers=2, staleness=1)",
     "hogwild": "hogwild",

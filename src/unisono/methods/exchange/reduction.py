@@ -51,6 +51,10 @@ class Residual(NamedTuple):
         betas = {p: group.get("betas", [0.0])[0] for group in optimizer.param_groups for p in group["params"]}
         moved = {name: 1.0 - betas.get(param, 0.0) for name, param in named}
         factors = moved if unit == "momenta" else {name: 1.0 / factor for name, factor in moved.items()}
+        return self.times(factors, unit)
+
+    def times(self, factors: Mapping[str, float | Tensor], unit: Unit) -> Residual:
+        """The same in another unit: each parameter's times a number, or number by number."""
         local = {
             name: {path: x * factors.get(name, 1.0) if _is_unsent(path) else x for path, x in entries.items()}
             for name, entries in self.local.items()

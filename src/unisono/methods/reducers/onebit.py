@@ -14,7 +14,7 @@ from unisono.methods.buckets import Bucket
 from unisono.methods.checks import validate
 from unisono.methods.facts import Convergence, Example, Facts, Sizes
 from unisono.methods.reducer import Reduced, Reducer, SpareLines, Stages, State, rescale, residual_like, staged
-from unisono.methods.reducers._quantised import choose_line, put, working_dtype
+from unisono.methods.reducers._quantised import choose_line, put, share_length, split_shares, working_dtype
 from unisono.methods.reducers._signs import Signs, SignsOnCuda, messages_of, on_cuda
 from unisono.world import World
 
@@ -23,26 +23,35 @@ def _count_bytes(sizes: Sizes) -> int:
     return sizes.gather(sizes.numbers // 8 + 4 * len(sizes.shapes))
 
 
+def _count_bytes_of_shares(sizes: Sizes) -> int:
+    return 2 * sizes.gather(sizes.share(sizes.numbers) // 8 + 4 * len(sizes.shapes))
+
+
 FACTS = Facts(
-    [Example("onebit", bytes=_count_bytes), Example("onebit(feedback=False)", memory=False, bytes=_count_bytes)],
-    refuses={"feedback=1": "feedback"},
+    [
+        Example("onebit", bytes=_count_bytes),
+        Example("onebit(feedback=False)", memory=False, bytes=_count_bytes),
+        Example("onebit(shares=True)", bytes=_count_bytes_of_shares),
+    ],
+    refuses={"feedback=1": "feedback", "shares=True, feedback=False": "feedback"},
     convergence=Convergence("other", "signs only; what is left out is made up for later: learns less from each sample"),
 )
 
 
 @validate
-def onebit(*, feedback: bool = True) -> Reducer:
+def onebit(*, feedback: bool = True, shares: bool = False) -> Reducer:
     """Send the signs of p = g + e, and for each tensor the mean of |p|; keep what that leaves out in e.
 
         sent = mean(|p|) sign(p),  out = mean over ranks of sent,  e <- p - sent
 
     A message of d numbers in T tensors takes d/8 + 4 T bytes, and every rank sends N - 1 of them: N/64 of what dense
-    float32 sends, so it pays less the more ranks there are. (Averaging parts and writing the mean with signs again
-    would send 1/32 whatever N, but the error of that second rounding is as large as the mean: with 16 ranks the
-    outputs grow to several times the gradient.) When a learning rate changes, e is scaled by lr_old/lr_new. A tensor
-    that holds an inf or NaN on some rank is NaN everywhere, and then every e stays as it was, of all tensors.
+    float32 sends, so it pays less the more ranks there are. When a learning rate changes, e is scaled by lr_old/lr_new.
+    A tensor that holds an inf or NaN on some rank is NaN everywhere, and then every e stays as it was, of all tensors.
 
     feedback: keep e. Without it, what signs leave out is lost, and the result is biased.
+    shares: every rank averages a share of the numbers and sends its mean on as signs again, with an e of its own for
+        what that leaves out: 1/32 of dense whatever N. The error of that second rounding is as large as the mean: for
+        momenta, which change slowly (1-bit Adam and 0/1 Adam send them so), not for gradients.
 
     >>> from unisono.spec import build
     >>> build("onebit", kind="reducer").memory
@@ -50,17 +59,22 @@ def onebit(*, feedback: bool = True) -> Reducer:
     """
 
     spare = SpareLines()
+    if shares and not feedback:
+        raise ValueError("shares=True rounds twice, and needs what that leaves out: leave feedback=True")
 
     def init(bucket: Bucket) -> State:
         if not feedback:
             return {}
-        return {"residual": residual_like(bucket), "lr": list(bucket.lr)}
+        kept = {"residual": residual_like(bucket), "lr": list(bucket.lr)}
+        return {**kept, "server": {"residual": residual_like(bucket), "lr": list(bucket.lr)}} if shares else kept
 
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         if not bucket.flat.numel():
             return Reduced(bucket.tensors), state
         if feedback:
             rescale(bucket, state)
+        if shares:
+            return (yield from _average_shares(bucket, state, world, spare))
         signs, fast = messages_of(bucket), on_cuda(bucket)
         if fast is not None:
             codes = list(fast.find_messages(world.size))
@@ -89,8 +103,10 @@ def onebit(*, feedback: bool = True) -> Reducer:
         return Reduced(bucket.tensors, sent, _find_overflow(signs, codes)), state
 
     def sends(bucket: Bucket, size: int) -> int:
-        n = bucket.flat.numel()
-        return (size - 1) * messages_of(bucket).nbytes(n) if n else 0
+        n, signs = bucket.flat.numel(), messages_of(bucket)
+        if not n:
+            return 0
+        return (size - 1) * (2 * signs.nbytes(share_length(n, size)) if shares else signs.nbytes(n))
 
     return staged(init, stages, memory=feedback, sends=sends)
 
@@ -122,6 +138,48 @@ def _reduce_on_cuda(
         put(line, bucket)
 
     fast.graphs.run("decode", lasting, decode)
+
+
+def _average_shares(bucket: Bucket, state: State, world: World, spare: SpareLines) -> Stages:
+    """Signs of every share to the rank that averages it, and signs of its mean to all. That rank keeps what the second
+    rounding leaves out: in the mean over the ranks of all that is kept, it counts as it would in the result."""
+    left, server = state["residual"], state["server"]["residual"]
+    rescale(bucket, state["server"])
+    signs, size, rank = messages_of(bucket), world.size, world.rank
+    each = share_length(bucket.flat.numel(), size)
+    given = bucket.flat if bucket.dtype == working_dtype(bucket) else bucket.flat.float()
+    given.add_(left)
+    for r, (x, other) in enumerate(zip(split_shares(given, size), split_shares(server, size), strict=True)):
+        if r != rank:  # zero, unless the shares were others before
+            x.add_(other)
+    sizes = signs.average_magnitudes(given)
+    codes = [signs.encode(x, sizes, room=each) for x in split_shares(given, size)]
+    scattering = world.all_to_all(codes, out=[torch.empty_like(code) for code in codes], tag=bucket.tag)
+    yield
+    mine = split_shares(server, size)[rank] / size
+    for message in scattering.wait():
+        signs.decode(message, mine, rank * each, over=size, add=True)
+    outcome = signs.encode(mine, signs.average_magnitudes(mine, rank * each), room=each)
+    gathering = world.all_gather(outcome, even=True, tag=bucket.tag)
+    yield
+    for r, (x, code) in enumerate(zip(split_shares(given, size), codes, strict=True)):
+        signs.decode(code, x, r * each, over=-1, add=True)  # p - sent
+    signs.decode(outcome, mine, rank * each, over=-1, add=True)
+    kept = [spare.beside(bucket, left).copy_(given), spare.beside(bucket, server, "server").zero_()]
+    split_shares(kept[1], size)[rank].copy_(mine.mul_(size))
+    for line in kept:
+        signs.zero_gaps(line)
+    outcomes, line = gathering.wait(), choose_line(bucket)
+    for r, (x, message) in enumerate(zip(split_shares(line, size), outcomes, strict=True)):
+        signs.decode(message, x, r * each)
+    put(line, bucket)
+
+    def sent(given: list[Tensor]) -> list[Tensor]:
+        lines = zip(given, *(bucket.views(line) for line in (left, server, *kept)), strict=True)
+        return [(x + e + s - new - mean).to(x.dtype) for x, e, s, new, mean in lines]
+
+    after = {**state, "residual": kept[0], "server": {**state["server"], "residual": kept[1]}}
+    return Reduced(bucket.tensors, sent, _find_overflow(signs, outcomes)), after
 
 
 def _read_sent(signs: Signs, code: Tensor, bucket: Bucket, _: list[Tensor]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Anchors: the last model that all ranks agreed on, and the exchange of how far each has moved from it since.
 
-`AnchoredReplica` is the replica of local_sgd and of diloco; their `Rounds` say when to exchange, and what to do with
-the mean. A `Fragment` is some of the parameters, with buckets in which their differences to the anchors travel.
+`AnchoredReplica` is the replica of local_sgd, of diloco and of 0/1 Adam; their `Rounds` say when to exchange, and what
+to do with the mean.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.background import Handle
-from unisono.methods.buckets import Bucket, group_into_buckets, on_device, split_evenly, widen
+from unisono.methods.buckets import split_evenly
 from unisono.methods.checks import AtLeast
 from unisono.methods.exchange.overlap import SideChannel
-from unisono.methods.exchange.reduction import LearningRates, Reduction, Residual, check_real, overlap_pays
-from unisono.methods.exchange.windows import TrainableParameters
+from unisono.methods.exchange.reduction import LearningRates, Residual, check_real, overlap_pays
 from unisono.methods.reducer import Reducer
 from unisono.methods.reducers.dense import dense
+from unisono.methods.strategies._fragments import Fragment
 from unisono.methods.strategy import Change, ModelPart, PeriodicReplica, share
 from unisono.methods.strategy.averages import AveragedValues, Source
 from unisono.methods.strategy.mistakes import SameData
@@ -35,119 +34,6 @@ from unisono.world.operations import put_back
 
 T = TypeVar("T")
 Every = Annotated[int, AtLeast(1, "windows from one exchange to the next")]
-
-
-class Fragment:
-    """Some of the model's parameters x, their anchors x0 (float32 for 16-bit ones), and buckets for x0 - x.
-
-    Parameters take part while they are trainable, and after that until the ranks have agreed on them once more.
-    """
-
-    def __init__(self, index: int, named: Sequence[tuple[str, Parameter]], reducer: Reducer, optimizer: Optimizer):
-        self.index = index
-        self.params = dict(named)
-        self.anchors: dict[str, Tensor] = {}
-        self.live: list[str] = []  # those that take part
-        self._parameters = TrainableParameters(named)
-        self.together = True  # every rank's parameters are the anchors
-        self.written = Written()  # by the program, since the last exchange
-        self.reduction = Reduction(reducer, optimizer, lambda world: None, "parameters")
-        self.buckets: list[Bucket] = []
-        self.follow()
-
-    def follow(self) -> None:
-        """Parameters that have become trainable take part, from where they are."""
-        if not self._parameters.have_changed():
-            return
-        before = set(self.live)
-        for name, p in self._parameters.trainable:
-            if name not in before:
-                self._set_anchor(name, p.detach())
-        self.live = [name for name, p in self.params.items() if p.requires_grad or name in before]
-
-    def _set_anchor(self, name: str, value: Tensor) -> None:
-        """Anchors stay the same tensors: buckets and an outer optimizer hold them."""
-        if name not in self.anchors:
-            self.anchors[name] = widen(self.params[name])
-        self.anchors[name].copy_(value)
-
-    def set_anchors(self, anchors: dict[str, Tensor] | None) -> None:
-        """Take all anchors; None: they are the parameters."""
-        self.live = [n for n, p in self.params.items() if p.requires_grad or n in (anchors or {})]
-        for name in self.live:
-            self._set_anchor(name, (anchors or {}).get(name, self.params[name].detach()))
-        self.together = anchors is None
-        self.written = Written()
-
-    def build(self, bucket_bytes: int, channel: World) -> None:
-        """Lay the buckets out; the memory is the channel's (every rank calls it alike)."""
-        self.release(channel)
-        named: list[Any] = [(name, self.anchors[name]) for name in self.live]
-        for i, some in enumerate(group_into_buckets(named, bucket_bytes)):
-            device = some[0][1].device
-            flat = channel.empty if device.type == "cpu" else partial(on_device, device)
-            bucket = Bucket(1000 * self.index + i, some, flat)
-            bucket.tag = f"differences/{self.index}.{i}"
-            self.buckets.append(bucket)
-        self.reduction.set_buckets(self.buckets)
-
-    def release(self, channel: World) -> None:
-        """Give the buckets' memory back; reducer states stay, by parameter."""
-        self.reduction.set_buckets([])
-        for bucket in self.buckets:
-            channel.release(bucket.flat)
-        self.buckets = []
-
-    def difference(self, name: str, written: Tensor | None = None) -> Tensor:
-        """x0 - x: how far this rank has come; x0 as the parameter's dtype holds it, so that standing still is 0.
-        `written` counts instead of x0."""
-        anchor, param = self.anchors[name], self.params[name].detach()
-        start = anchor.to(param.dtype) if written is None else written
-        return start.to(anchor.dtype) - param.to(anchor.dtype)
-
-    def fill(self, weight: float, written: dict[str, Tensor]) -> None:
-        """Write the differences into the buckets, times `weight`; those of parameters that the program wrote, to what
-        it wrote."""
-        for bucket in self.buckets:
-            params = [self.params[name].detach() for name in bucket.names]
-            if all(p.dtype == bucket.dtype for p in params):
-                starts = zip(bucket.names, bucket.params, strict=True)
-                torch._foreach_copy_(bucket.tensors, [written.get(name, anchor) for name, anchor in starts])
-                torch._foreach_sub_(bucket.tensors, params)
-            else:
-                found = [self.difference(name, written.get(name)) for name in bucket.names]
-                torch._foreach_copy_(bucket.tensors, found)
-            if weight == 0.0:
-                torch._foreach_zero_(bucket.tensors)  # also where they are not finite
-            elif weight != 1.0:
-                torch._foreach_mul_(bucket.tensors, weight)
-
-    def reduce(self, channel: World) -> None:
-        """Turn the differences in the buckets into their mean."""
-        for bucket in self.buckets:
-            self.reduction.begin(bucket, channel)
-        self.reduction.drain()
-        self.reduction.end_window()
-
-    def means(self) -> dict[str, Tensor]:
-        """What the buckets hold, by parameter."""
-        return {n: t for bucket in self.buckets for n, t in zip(bucket.names, bucket.tensors, strict=True)}
-
-    def return_to_anchors(self, mix: float = 0.0) -> None:
-        """x <- mix * x + (1 - mix) * x0. Parameters that were frozen become x0, and leave. Those that the program
-        loaded since this exchange began stay as they are, till the ranks have agreed on them in the next."""
-        if self.written.values and not self.written.loaded:
-            self.written = Written()
-        moved = [name for name in self.live if name not in self.written.values]
-        kept = [name for name in moved if mix > 0.0 and self.params[name].requires_grad]
-        back = [name for name in moved if mix == 0.0 or not self.params[name].requires_grad]
-        if back:
-            torch._foreach_copy_([self.params[n].detach() for n in back], [self.anchors[n] for n in back])
-        for name in kept:
-            param, anchor = self.params[name].detach(), self.anchors[name]
-            param.copy_(torch.lerp(anchor, param.to(anchor.dtype), mix))
-        self.live = [name for name in self.live if self.params[name].requires_grad]
-        self.together = mix == 0.0 and not self.written.values
 
 
 @dataclass
@@ -176,6 +62,14 @@ class Rounds(ABC):
     @abstractmethod
     def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
         """Take it, from a checkpoint or from the rank that all go on from in a new world."""
+
+    def give_unsent(self, replica: AnchoredReplica, unsent: Residual) -> Residual:
+        """What reducers kept back, as differences of parameters: here it is that."""
+        return unsent
+
+    def take_unsent(self, replica: AnchoredReplica, unsent: Residual) -> Residual:
+        """What another method kept back, as this one's reducers keep it."""
+        return unsent
 
 
 class AgreedValues(AveragedValues):
@@ -528,10 +422,11 @@ class AnchoredReplica(PeriodicReplica):
             "rates": {name: rate for part in parts for name, rate in part.shared["rates"].items()},
         }
         local = {name: entries for part in parts for name, entries in part.local.items()}
-        return parts[0]._replace(shared=shared, local=local)
+        return self.rounds.give_unsent(self, parts[0]._replace(shared=shared, local=local))
 
     def take_unsent(self, unsent: Residual) -> None:
         """Each fragment's reducer goes on with what was kept back of its parameters."""
+        unsent = self.rounds.take_unsent(self, unsent)
         if unsent.unit != "parameters" or not self.fragments:
             super().take_unsent(unsent)
             return

@@ -16,7 +16,8 @@ from unisono.methods.buckets import BUCKET_BYTES
 from unisono.methods.checks import AtLeast, Range
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reducer
-from unisono.methods.strategies._anchored import AnchoredReplica, Every, Fragment, Rounds
+from unisono.methods.strategies._anchored import AnchoredReplica, Every, Rounds
+from unisono.methods.strategies._fragments import Fragment
 from unisono.methods.strategy import Accumulate, BucketBytes, Buffers, Pattern, Replica, Strategy
 from unisono.world import World
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from unisono.methods.buckets import BUCKET_BYTES, Bucket
 from unisono.methods.checks import AtLeast, Note
@@ -20,9 +20,9 @@ from unisono.methods.exchange.overlap import Exchange
 from unisono.methods.exchange.reduction import Reduction
 from unisono.methods.exchange.windows import count_windows
 from unisono.methods.facts import Convergence, Example, Facts
-from unisono.methods.joined_optimizers import refuse_several
 from unisono.methods.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.methods.spec import build
+from unisono.methods.strategies._frozen_adam import FrozenAdam, check_adam
 from unisono.methods.strategy import Accumulate, BucketBytes, Change, Pattern, Replica, Residual, Strategy
 from unisono.world import World
 
@@ -78,21 +78,7 @@ class qadam(Strategy):
         return (after - self.refresh * (interval - 1)) % interval == 0
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
-        refuse_several(optimizer, "qadam", "it takes over the step of one Adam, whose momenta it exchanges")
-        if type(optimizer) not in (Adam, AdamW):
-            raise TypeError(
-                f"qadam takes over the step of torch.optim.Adam or AdamW, got {type(optimizer).__name__}: make one of "
-                "those, or use allreduce(reducer=bytegrad), which works with any optimizer"
-            )
-        for group in optimizer.param_groups:
-            for option in ("amsgrad", "capturable", "differentiable"):
-                if group.get(option):
-                    raise ValueError(f"qadam has no {option} once v is frozen: make the optimizer with {option}=False")
-        if any(getattr(module, "sparse", False) is True for module in model.modules()):
-            raise ValueError("Adam cannot step sparse gradients: make the embeddings with sparse=False")
-        for name, param in model.named_parameters():
-            if param.is_complex():
-                raise ValueError(f"qadam averages momenta of real numbers, but {name!r} is {param.dtype}")
+        check_adam("qadam", model, optimizer)
 
     def why_torch_optimizer(self) -> str:
         return "it exchanges Adam's momenta"
@@ -124,9 +110,7 @@ class QAdamReplica(Replica):
             partial(self.share_buffers, "broadcast"),
             "momenta",
         )
-        self._frozen: dict[str, float] = {}  # by parameter: 1 - b2^T
-        self._switched = False
-        self._held: list[tuple[Tensor, Tensor]] = []  # gradients that the optimizer is not to see
+        self.adam = FrozenAdam(model, optimizer)
         self.start_or_close()
 
     def start(self) -> None:
@@ -180,84 +164,21 @@ class QAdamReplica(Replica):
     @torch.no_grad()
     def before_step(self) -> None:
         super().before_step()
-        overflow = getattr(self.optimizer, "found_inf", None)  # a fused Adam is asked to step, and does not
-        if self.step <= self.strategy.warmup or (overflow is not None and float(overflow)):
-            return
-        self._freeze()
-        names = {p: name for name, p in self.model.named_parameters()}
-        for group in self.optimizer.param_groups:
-            params = [p for p in group["params"] if p.grad is not None and names[p] in self._frozen]
-            if params and self.strategy.updates_variance(self.step - 1):
-                self._update_variance(group, {names[p]: p for p in params})
-            if params:
-                self._step(group, params, [self._frozen[names[p]] for p in params])
-            self._held += [(p, p.grad) for p in params]
-        for param, _ in self._held:
-            param.grad = None
-
-    def _freeze(self) -> None:
-        """Freeze v of what has made its steps: all that has made any, the first time."""
-        enough = self.strategy.warmup if self._switched else 1
-        self._switched = True
-        beta2 = {p: group["betas"][1] for group in self.optimizer.param_groups for p in group["params"]}
-        for name, param in self.model.named_parameters():
-            state = self.optimizer.state.get(param)
-            if name in self._frozen or not state or float(state["step"]) < enough:
-                continue
-            v = state["exp_avg_sq"]
-            present = torch.count_nonzero(v)
-            if present:
-                v.copy_(torch.where(v == 0, v.sum() / present, v))
-                self._frozen[name] = 1.0 - float(beta2[param] ** float(state["step"]))
-
-    def _update_variance(self, group: dict[str, Any], params: dict[str, Tensor]) -> None:
-        """v <- b2 v + (1 - b2) g^2, with the gradients of all; and its correction, as after so many updates."""
-        beta2, scale = group["betas"][1], getattr(self.optimizer, "grad_scale", None)
-        for name, param in params.items():
-            assert param.grad is not None
-            grad = param.grad if scale is None else param.grad / float(scale)
-            if group["weight_decay"] and not group["decoupled_weight_decay"]:
-                grad = grad.add(param, alpha=-group["weight_decay"] if group["maximize"] else group["weight_decay"])
-            self.optimizer.state[param]["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-            self._frozen[name] = 1.0 - (1.0 - self._frozen[name]) * beta2
-
-    def _step(self, group: dict[str, Any], params: list[Tensor], corrections: list[float]) -> None:
-        """Adam's step with v as it is; the gradients lead to the averaged momenta."""
-        states = [self.optimizer.state[p] for p in params]
-        grads = [p.grad for p in params if p.grad is not None]
-        scale = getattr(self.optimizer, "grad_scale", None)
-        if scale is not None:
-            grads = list(torch._foreach_div(grads, float(scale)))
-        if group["maximize"]:
-            grads = list(torch._foreach_neg(grads))
-        lr, beta1, decay = float(group["lr"]), group["betas"][0], group["weight_decay"]
-        if decay and group["decoupled_weight_decay"]:
-            torch._foreach_mul_(params, 1.0 - lr * decay)
-        elif decay:
-            grads = list(torch._foreach_add(grads, params, alpha=decay))
-        torch._foreach_add_([s["step"] for s in states], 1.0)
-        momenta = [s["exp_avg"] for s in states]
-        torch._foreach_lerp_(momenta, grads, 1.0 - beta1)
-        roots = torch._foreach_sqrt([s["exp_avg_sq"] for s in states])
-        torch._foreach_div_(roots, [c**0.5 for c in corrections])
-        torch._foreach_add_(roots, group["eps"])
-        rates = [-lr / (1.0 - beta1 ** float(s["step"])) for s in states]
-        torch._foreach_addcdiv_(params, momenta, roots, rates)
+        if self.step > self.strategy.warmup:
+            self.adam.step(self.strategy.warmup, update_variance=self.strategy.updates_variance(self.step - 1))
 
     def after_step(self) -> None:
-        for param, grad in self._held:
-            param.grad = grad
-        self._held = []
+        self.adam.give_back()
         super().after_step()
 
     # Around it ---------------------------------------------------------------------------------------------------
 
     def shared_state(self) -> dict[str, Any]:
-        return {**super().shared_state(), "frozen": dict(self._frozen), "switched": self._switched}
+        return {**super().shared_state(), **self.adam.state()}
 
     def load_shared(self, shared: dict[str, Any]) -> None:
         super().load_shared(shared)
-        self._frozen, self._switched = dict(shared.get("frozen", {})), shared.get("switched", False)
+        self.adam.load(shared)
 
     def unsent(self) -> Residual:
         """As gradients, which every method has a use for."""

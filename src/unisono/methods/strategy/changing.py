@@ -58,6 +58,17 @@ class ChangingReplica(Replica):
         self._follow_inner()
         recording.note_method(self.world, self.inner.not_measured, bytes_by_formula=self.inner.bytes_by_formula)
 
+    def bind_anew(self, make: Callable[[nn.Module, Optimizer, World], Replica], world: World) -> Replica:
+        """Another replica in the place of `inner`, with nothing but the model, the optimizer and the step."""
+        old = self.inner
+        old.restore()
+        old.close()
+        new = make(old.model, old.optimizer, world)
+        new.step = old.step
+        if old.scaler is not None:
+            new.watch(old.scaler)
+        return new
+
     def _follow_inner(self) -> None:
         """Be called after `inner`: in the order in which they came."""
         for hook in self._hooks_after:

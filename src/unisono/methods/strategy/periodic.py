@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,16 @@ from unisono.methods.strategy.program_writes import ProgramWrites, digest
 from unisono.methods.strategy.replica import Replica, Strategy
 from unisono.methods.strategy.sharing import share, share_buffers
 from unisono.world import World
+
+
+class OwnStep(Protocol):
+    """Makes the optimizer's step in its place."""
+
+    def before_step(self) -> None:
+        """The window has ended, and the optimizer is about to step."""
+
+    def after_step(self) -> None:
+        """It has stepped what was left to it."""
 
 
 class PeriodicReplica(Replica):
@@ -47,6 +57,7 @@ class PeriodicReplica(Replica):
     counts_steps: ClassVar[bool] = False  # but windows: AMP may skip the step of one rank alone
     own_models: ClassVar[bool] = False  # ranks' parameters differ: the model to evaluate is their mean
     follows_writes = False  # hears of what the program writes to trainable parameters
+    own_step: OwnStep | None = None
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy, *, accumulate: int | None = None
@@ -174,8 +185,13 @@ class PeriodicReplica(Replica):
                 self.meet_once()
             if self.follows_writes:
                 self.writes.note()
+        if self.own_step is not None:
+            with torch.no_grad():
+                self.own_step.before_step()
 
     def after_step(self) -> None:
+        if self.own_step is not None:
+            self.own_step.after_step()
         if self._leave_closure():
             self.windows.before_step()
         super().after_step()

@@ -22,7 +22,7 @@ from unisono.methods.exchange.reduction import overlap_pays
 from unisono.methods.reducer import Reducer, dense_bytes
 from unisono.methods.spec import build, describe
 from unisono.methods.strategies.auto.decisions import Costs, Decision, PricedCandidate, Probed, StepTimes, Tuner
-from unisono.methods.strategy import ChangingReplica, Replica, Strategy
+from unisono.methods.strategy import ChangingReplica, Strategy
 from unisono.predict.costs import sent_share
 from unisono.world import World, probe
 from unisono.world.probe import take_slowest
@@ -159,20 +159,9 @@ class AutoReplica(ChangingReplica):
         """Go on with what was at work; every rank calls it."""
         saved = shared.get("at_work")
         if self.world.size > 1 and saved in self._known and saved != self.at_work:
-            self.replace(lambda: self._bind(self._known[saved], self.world))
+            self.replace(lambda: self.bind_anew(self._known[saved].bind, self.world))
         super().load_shared(shared)
         self._decide_anew()
-
-    def _bind(self, strategy: Strategy, world: World) -> Replica:
-        """Another strategy in the place of `inner`, with nothing but the model, the optimizer and the step."""
-        old = self.inner
-        old.restore()
-        old.close()
-        new = strategy.bind(old.model, old.optimizer, world)
-        new.step = old.step
-        if old.scaler is not None:
-            new.watch(old.scaler)
-        return new
 
     # Another world -----------------------------------------------------------------------------------------------
 
@@ -181,7 +170,7 @@ class AutoReplica(ChangingReplica):
         spec = world.broadcast_object(self.at_work, source)
         if spec != self.at_work:  # one that has come, or that a loss kept from changing with the others
             strategy = self._known.get(spec) or build(spec, kind="strategy")
-            self.replace(lambda: self._bind(strategy, World(device=world.device)))
+            self.replace(lambda: self.bind_anew(strategy.bind, World(device=world.device)))
         told = super().rebind(world, source=source)
         self._survey(self.model, world)
         self._decide_anew()

@@ -11,7 +11,7 @@
 #   make dist   the wheel and the sdist in dist/, checked; make dist-test: used in an empty environment
 #   make pythons  the quick tests from the wheel, on each Python that is found
 #   make docs   the site, from docs to docs/_build/html: no warnings, every link inside it leads somewhere
-#   make results   docs/results.md, from the lines in benchmarks/results
+#   make results   docs/results.md and what the planner knows of methods, from the lines in benchmarks/results
 #   make docs-links  the links to other sites; needs the network
 PYTHON ?= python3
 VENV   := .venv
@@ -83,6 +83,7 @@ docs-links: $(STAMP)
 
 results: $(STAMP)
 	$(BIN)/python docs/results.py
+	$(BIN)/python benchmarks/evidence_learning.py
 
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done

@@ -118,12 +118,12 @@ def compare(
     losses: Mapping[int, float | None], others: Mapping[int, float | None], curves: Sequence[Curve]
 ) -> Found | None:
     """By the seeds that a method and its reference have in common."""
-    seeds = sorted(set(losses) & set(others))
+    seeds = [seed for seed in sorted(set(losses) & set(others)) if not diverged(others[seed])]
+    if min(len(seeds), len(curves)) < 2:
+        return None
     if any(diverged(losses[seed]) for seed in seeds):
         return Found(0.0, 0.0, 0.0, "", len(seeds))
     ratios = [losses[seed] / others[seed] for seed in seeds]  # type: ignore[operator]
-    if min(len(ratios), len(curves)) < 2:
-        return None
     ratio, curve = statistics.mean(ratios), [statistics.mean(points) for points in zip(*curves, strict=True)]
     share = share_at(curve, ratio)
     by_seed, by_curve = [share_at(curve, each) for each in ratios], [share_at(each, ratio) for each in curves]

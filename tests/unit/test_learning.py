@@ -69,7 +69,9 @@ def test_the_interval_is_students_of_the_methods_seeds_and_the_curves() -> None:
 
 def test_one_seed_says_nothing_and_a_seed_that_diverged_says_all() -> None:
     others = dict.fromkeys(range(3), 2.0)
-    assert made.compare({0: 2.0}, others, [STRAIGHT] * 2) is None
+    for loss in (2.0, None):
+        assert made.compare({0: loss}, others, [STRAIGHT] * 2) is None
+    assert made.compare(others, {0: 2.0, 1: 2.0, 2: None}, [STRAIGHT] * 2).seeds == 2
     assert made.compare(others, others, [STRAIGHT]) is None
     assert made.compare(others, others, [STRAIGHT] * 2)[:3] == (1.0, 1.0, 1.0)
     for loss in (None, 21.0):

@@ -308,19 +308,18 @@ def _conclude(measured: Measured, choice: Choice) -> str:
             f"does in {show_s(measured.ranks * measured.compute_s)}; use -n 1, or more samples per worker."
         )
     own = next((row for row in choice.ranked if row.spec == measured.own and row is not first), None)
-    gains = _tell_gain(first, own) if own is not None else []
+    gains = [_tell_gain(first, own)] if own is not None else []
     gains += [f"{m.spec} took {show_s(m.verified_s or 0.0)}" for m in _find_compared(measured)]
     what = f"keep {first.spec}" if first.spec == measured.own else f"use {first.spec} (--strategy '{first.spec}')"
     return f"In short: {what}, {show_s(first.seconds)} a step{''.join(f'; {gain}' for gain in gains)}."
 
 
-def _tell_gain(first: Ranked, own: Ranked) -> list[str]:
-    """Beside the program's own method."""
-    known = math.isfinite(first.to_a_loss) and math.isfinite(own.to_a_loss)
-    times, to = (
-        (own.to_a_loss / first.to_a_loss, "to a loss ") if known else (own.seconds / first.seconds, "in a step ")
-    )
-    return [f"{times:.2f} times as fast {to}as the program's {own.spec}"]
+def _tell_gain(first: Ranked, own: Ranked) -> str:
+    """Beside the program's own method; where nobody knows what one of them learns, by a step."""
+    times, to = own.to_a_loss / first.to_a_loss, "to a loss"
+    if not 0 < times < math.inf:
+        times, to = own.seconds / first.seconds, "in a step"
+    return f"{times:.2f} times as fast {to} as the program's {own.spec}"
 
 
 def _describe_run(measured: Measured) -> str:

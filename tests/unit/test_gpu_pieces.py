@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,12 @@ def test_without_a_cuda_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     assert said.startswith("no CUDA device for ")
     assert "make gpu PYTHON=python3" in said
     assert not (tmp_path / "state").exists()
+
+
+def test_the_page_of_results_shows_what_pieces_add() -> None:
+    sys.path.append(str(ROOT / "docs"))
+    names = [*gpu.BENCHMARKS, "tests --cuda"]
+    assert import_module("results").list_unknown([{"benchmark": name} for name in names]) == []
 
 
 def test_every_benchmark_with_a_part_for_gpus_is_a_piece() -> None:

@@ -181,8 +181,8 @@ def make_file(evidence: Iterable[dict[str, Any]], curves: Iterable[dict[str, Any
             worst = min(each, key=lambda f: (f.high, -f.low))
             numbers = {key: round(getattr(worst, key), 3) for key in ("share", "low", "high")}
             rows.append({"spec": spec, "free": list(free), **numbers, "task": worst.task, "seeds": worst.seeds})
-    made = "make results, of the runs that docs/evidence.md is of"
-    return json.dumps({"made by": made, "methods": rows}, indent=1) + "\n"
+    made = '{"made by": "make results, of the runs that docs/evidence.md is of", "methods": [\n'
+    return made + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
 
 
 # The command -------------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@
 #   make quick  ruff, mypy and a part of the unit tests, for the loop of a developer
 #   make flaky RUNS=10 BUSY=2 LOG=FILE  the pool again and again, beside busy processes; a table of what failed at least
 #               once, over all runs that FILE has; the same command again makes the runs that are left
-#   make gpu    what needs a CUDA device, by the Python that has one: make gpu PYTHON=python3
+#   make gpu MINUTES=8  the tests and benchmarks that need a CUDA device, by the Python that has one (PYTHON=python3), in
+#               pieces; the same command again runs those that are left; GPU="--list", "--again": see tests/gpu.py
 #   make engines  only the tests that start real engines: MPI, Slurm, torchrun, ssh, Ray, Spark
 #   make dist   the wheel and the sdist in dist/, checked; make dist-test: used in an empty environment
 #   make pythons  the quick tests from the wheel, on each Python that is found
 #   make docs   the site, from docs to docs/_build/html: no warnings, every link inside it leads somewhere
-#   make results   docs/results.md and its pictures, from the lines in benchmarks/results
+#   make results   docs/results.md, its pictures and what the planner knows of methods, from the lines in benchmarks/results
 #   make docs-links  the links to other sites; needs the network
 PYTHON ?= python3
 VENV   := .venv
@@ -50,8 +51,9 @@ BUSY ?= 0
 flaky: all-tools
 	$(BIN)/python tests/flaky.py --runs $(RUNS) --busy $(BUSY) $(if $(LOG),--log $(LOG))
 
+MINUTES ?= 8
 gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --cuda $$(grep -rl 'CUDA device' tests --include='test_*.py')
+	@$(PYTHON) tests/gpu.py --minutes $(MINUTES) $(GPU)
 
 engines: all-tools
 	$(BIN)/python -m pytest -rs $(POOL) --durations=15 tests/engines
@@ -82,6 +84,7 @@ docs-links: $(STAMP)
 results: $(STAMP)
 	$(BIN)/python docs/results.py
 	$(BIN)/python docs/pictures.py
+	$(BIN)/python benchmarks/evidence_learning.py
 
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done

@@ -332,7 +332,10 @@ def _name_part(series: Series, found: Sequence[Series], common: str) -> str:
 def make_page(lines: list[dict[str, Any]]) -> str:
     """The whole page."""
     text = [INTRO, *_describe_machines(lines), "", LOST, *make_lost(lines)]
+    measured = {name_benchmark(line) for line in lines}
     for section in SECTIONS:
+        if not measured.intersection(section.names):
+            continue
         text += [f"## {section.title}", "", section.words, ""]
         if found := collect(section.figures, section.names, lines):
             text += make_rows(found)

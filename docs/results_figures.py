@@ -255,6 +255,23 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Tests on a GPU",
+        "`make gpu`: the tests that need a CUDA device, in one line when all of their files have been run.",
+        ("tests",),
+        (shown(r"passed", "tests passed", ""), target(r"failed", "tests failed", "", 0)),
+    ),
+    Section(
+        "Several learners of one worker",
+        "`benchmarks/learners.py --cpu`: learners of `crossbow` batched by torch.func, over learners in threads, in "
+        "samples per second of processor time.",
+        ("learners",),
+        (
+            shown(r"batched_over_threads_mlp_([2-9])", "MLP of three layers, {} learners", "x"),
+            shown(r"batched_over_threads_cnn_([2-9])", "CNN on 8 x 8, {} learners", "x"),
+            shown(r"batched_over_threads_text_([2-9])", "transformer of width 64, {} learners", "x"),
+        ),
+    ),
+    Section(
         "Slow networks",
         "`benchmarks/network.py`: emulated hosts with one worker each, an MLP of 25 M parameters.",
         ("network",),
@@ -315,6 +332,7 @@ SECTIONS = (
         "`benchmarks/planner.py`: predicted steps against measured ones, 4 emulated hosts, several links and models.",
         ("planner",),
         (
+            target(r"worst_regret_to_a_loss", "the first choice's time to a loss over the best, less one", "%", 0.10),
             target(r"worst_regret", "the first choice's step over the fastest, less one", "%", 0.10),
             target(r"worst_prediction_error", "a step's prediction, worst error", "%", 0.15,
                    why="the worst of all methods, links and models; the median is in its table below"),

@@ -447,6 +447,25 @@ def test_on_a_gpu_side_by_side_and_in_turn_are_the_same() -> None:
     close(trained(True), trained(False))
 
 
+def test_learners_side_by_side_follow_the_models_modes_and_what_is_frozen_and_leave_no_gradients() -> None:
+    model = make()
+    replica: Any = un.parallel(model, sgd(model), "crossbow(learners=2)", world=World())
+    first, *others = model.parameters()
+    for is_training, is_free in [(True, True), (False, True), (False, False), (True, True)]:
+        model.train(is_training)
+        first.requires_grad_(is_free)
+        found: list[Any] = []
+
+        def looking(module: nn.Module, x: Tensor, found: list[Any] = found) -> Tensor:
+            found.append(({m.training for m in module.modules()}, [p.requires_grad for p in module.parameters()]))
+            return loss_of(module, x)
+
+        replica.learn(looking, [batch(0, 0), batch(1, 0)])
+        assert found == [({is_training}, [is_free, *[True] * len(others)])] * 2
+        assert all(p.grad is None for p in model.parameters())
+    replica.close()
+
+
 def test_an_error_in_one_learner_comes_through_and_no_learner_steps() -> None:
     model = make()
     replica: Any = un.parallel(model, sgd(model), "crossbow(learners=2)", world=World())

@@ -25,6 +25,7 @@ from unisono.methods.spec import extend, names, read_facts
 from unisono.predict.costs import Anatomy, Job, Link, Network, Operation, replay
 from unisono.predict.planner.candidates import describe_candidate, find_candidates
 from unisono.predict.planner.choice import choose, find_crossing, plan_to_dict, write_report
+from unisono.predict.planner.learning import EXACT, Learning
 from unisono.predict.planner.measured import Measured, MeasuredMethod
 from unisono.predict.planner.measurement_plan import MeasurementPlan, PlanSettings, _count_steps, steps_needed
 from unisono.predict.planner.trace import Trace, steady
@@ -236,10 +237,15 @@ def step(spec: str, work_s: float, nbytes: int) -> Anatomy:
     return Anatomy(spec, 2, 1.0, (Job(1.0, work_s, (Operation("all_reduce", nbytes),)),))
 
 
-def planned(*methods: tuple[str, Grade, float, int], bits_per_s: float = 8e6) -> Measured:
-    """Messages of n bytes take n * 8 / bits_per_s."""
+def planned(
+    *methods: tuple[str, Grade, float, int], bits_per_s: float = 8e6, learns: dict[str, Learning] | None = None
+) -> Measured:
+    """Messages of n bytes take n * 8 / bits_per_s. All learn as exact training does, but for those in `learns`."""
     network = Network(2, 1, Link(0.0, bits_per_s), fitted={"all_reduce": (0.0, 8 / bits_per_s)})
-    rows = [MeasuredMethod(s, Convergence(grade, ""), step(s, work_s, nbytes)) for s, grade, work_s, nbytes in methods]
+    rows = [
+        MeasuredMethod(s, Convergence(grade, ""), step(s, work_s, nbytes), learning=(learns or {}).get(s, EXACT))
+        for s, grade, work_s, nbytes in methods
+    ]
     return Measured(
         2,
         ["a", "b"],
@@ -294,6 +300,42 @@ def test_among_methods_about_as_fast_the_one_with_the_least_effect_is_first() ->
     assert choose(apart, ALLOWED).ranked[0].spec == "topk"
 
 
+def test_the_first_choice_is_that_with_the_least_time_to_a_loss_not_that_with_the_least_step() -> None:
+    # A step of 1.02 s that teaches 0.6 of an exact one: 1.7 s to what allreduce learns in 1.5 s.
+    methods: Any = [("allreduce", "exact", 0.0, 500_000), ("topk", "compressed", 0.0, 20_000)]
+    choice = choose(planned(*methods, learns={"topk": Learning(0.6, 0.55, 0.64, "text", 3)}), ALLOWED)
+    assert [row.spec for row in choice.ranked] == ["allreduce", "topk"]
+    assert [row.to_a_loss for row in choice.ranked] == pytest.approx([1.5, 1.7])
+    # With 0.8 of it, 1.275 s: the first, which is 1.5 / 1.275 times as fast to a loss, and the words say so.
+    found = planned(*methods, learns={"topk": Learning(0.8, 0.75, 0.85, "text", 3)})
+    choice = choose(found, ALLOWED)
+    assert [row.spec for row in choice.ranked] == ["topk", "allreduce"]
+    report = write_report(found, choice)
+    assert re.search(r"^topk .* compressed +80 % \(75 - 85\) +1\.27 s$", report, re.MULTILINE)
+    assert "A sample teaches 80 % (75 - 85) of what it does under allreduce" in report
+    assert "to a loss it is 1.2 times as fast (1.1 - 1.2)" in report
+    assert report.splitlines()[-1].endswith("1.18 times as fast to a loss as the program's allreduce.")
+    row = plan_to_dict(found, choice)["methods"][0]
+    assert row["to_a_loss"] == pytest.approx(1.275)
+    assert (row["learns"]["grade"], row["learns"]["low"]) == ("less", 0.75)
+
+
+def test_what_nobody_measured_or_what_diverged_is_not_above_what_was_measured_and_the_plan_says_so() -> None:
+    methods: Any = [("allreduce", "exact", 0.0, 500_000), ("new", "compressed", 0.0, 9), ("wild", "compressed", 0.0, 0)]
+    found = planned(*methods, learns={"new": Learning(), "wild": Learning(0.0, 0.0, 0.0, "", 3)})
+    choice = choose(found, ALLOWED)
+    assert [row.spec for row in choice.ranked] == ["allreduce", "new", "wild"]
+    report = write_report(found, choice)
+    assert "so they are ranked last: new. `unisono compare`" in report
+    assert re.search(r"^wild .* diverged *$", report, re.MULTILINE)
+    unknown = choose(planned(*methods[1:2], learns={"new": Learning()}), ALLOWED)
+    assert "ranked by their steps alone: new." in " ".join(unknown.reasons)
+    early = json.loads(json.dumps(found.to_dict()))
+    for method in early["methods"]:
+        del method["learning"]  # of a plan from before
+    assert [row.spec for row in choose(Measured.from_dict(early), ALLOWED).ranked] == ["wild", "new", "allreduce"]
+
+
 def test_the_bandwidth_at_which_the_order_changes_is_where_both_take_as_long() -> None:
     # dense: 2 MB; compressed: 0.5 s of work and 20 kB. As long at 1.98 MB = 0.5 s * rate: 31.68 Mbit/s.
     dense, small = step("allreduce", 0.0, 2_000_000), step("topk", 0.5, 20_000)
@@ -304,6 +346,8 @@ def test_the_bandwidth_at_which_the_order_changes_is_where_both_take_as_long() -
     assert replay(dense, there).total == pytest.approx(replay(small, there).total, rel=1e-3)
     assert find_crossing(dense, small, network.with_bandwidth(80e6)) == pytest.approx(31.68e6, rel=1e-3)
     assert find_crossing(small, step("worse", 0.6, 20_000), network) is None
+    # If dense learns 0.9 of it: 1 s + 2 MB / rate = 0.9 (1.5 s + 20 kB / rate), at 1.982 MB = 0.35 s * rate.
+    assert find_crossing(small, dense, network, 0.9) == pytest.approx(45.3e6, rel=1e-3)
     found = planned(("allreduce", "exact", 0.0, 2_000_000), ("topk", "compressed", 0.5, 20_000))
     assert any("above 32 Mbit/s allreduce wins" in reason for reason in choose(found, ALLOWED).reasons)
 
@@ -327,8 +371,8 @@ def test_a_report_begins_with_what_is_missing_and_ends_with_what_to_do() -> None
     assert re.search(r"^torch:ddp +1\.00 MiB +exact +2\.50 s$", report, re.MULTILINE)
     assert "\nfp16, bf16: not measured: no time\n" in report
     assert report.splitlines()[-1] == (
-        "In short: use topk (--strategy 'topk'), 1.12 s a step; 1.61 times as fast as the program's allreduce; "
-        "torch:ddp took 2.50 s."
+        "In short: use topk (--strategy 'topk'), 1.12 s a step; 1.61 times as fast to a loss as the program's "
+        "allreduce; torch:ddp took 2.50 s."
     )
     found.unfinished = "the program ended after 3 optimizer steps"
     assert write_report(found, choose(found, ALLOWED)).startswith("Incomplete: the program ended after 3 optimizer")

@@ -27,8 +27,9 @@ its own steps show compute and memory, pauses between them the network, and a fe
 that take no time show what compression costs and when gradients are ready. From these the step of every method is
 predicted. Nothing is saved, and the trained model is discarded.
 
-The ranking has methods that train like all-reduce: exactly, rounded, or compressed with the error made up for later.
-Others (local steps, gossip, ...) are listed below them. See docs/planning.md.
+The ranking is by predicted time to a loss: the step, over what a method learned per sample in our measurements. It has
+methods that train like all-reduce: exactly, rounded, or compressed with the error made up for later. Others (local
+steps, gossip, ...) are listed below them. See docs/planning.md.
 """
 _EPILOG = """\
 examples:

@@ -16,6 +16,7 @@ from unisono.methods.facts import Convergence, Grade
 from unisono.methods.spec import TORCH, SpecError, build, names, parse, read_facts
 from unisono.methods.spec.grammar import Spec
 from unisono.methods.strategy import Pattern, Strategy
+from unisono.predict.planner.learning import EXACT, Learning, look_up
 
 GRADES: tuple[Grade, ...] = ("exact", "rounded", "compressed", "other")
 
@@ -38,6 +39,11 @@ class Candidate:
     def pattern(self) -> Pattern:
         """What the method says of its exchange."""
         return self.strategy.pattern()
+
+    @property
+    def learning(self) -> Learning:
+        """How much it learns from a sample, as far as that was measured."""
+        return EXACT if self.convergence.grade == "exact" else look_up(self.strategy)
 
     @property
     def is_of_torch(self) -> bool:

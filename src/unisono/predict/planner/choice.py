@@ -40,6 +40,11 @@ class Ranked:
         """Seconds of a step."""
         return self.prediction.timing.total
 
+    @property
+    def to_a_loss(self) -> float:
+        """Seconds for as much as an exact step learns; inf: not measured, or it diverged."""
+        return self.seconds / self.method.learning.share if self.method.learning.share else math.inf
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -53,13 +58,13 @@ class Choice:
 
 
 def choose(measured: Measured, allow: Sequence[str]) -> Choice:
-    """Rank by the predicted step; among those that are about as fast, the least effect on training first."""
+    """Rank by the predicted time to a loss; among those that are about as fast, the least effect on training first."""
     left_out = [m for m in measured.methods if m.anatomy is None and m.verified_s is None]
     if measured.network is None:
         return Choice([], [], left_out, [], [])
     rows = [Ranked(m, predict(m.anatomy, measured.network)) for m in measured.methods if m.anatomy is not None]
     allowed = rank([row for row in rows if row.method.convergence.grade in allow])
-    others = sorted((row for row in rows if row.method.convergence.grade not in allow), key=lambda row: row.seconds)
+    others = sorted((row for row in rows if row.method.convergence.grade not in allow), key=_by_time)
     if not allowed:
         return Choice([], others, left_out, [], [])
     advice = _advise_batch(measured, allowed[0])
@@ -71,13 +76,24 @@ def choose(measured: Measured, allow: Sequence[str]) -> Choice:
 
 
 def rank(rows: Sequence[Ranked]) -> list[Ranked]:
-    """Order methods: the first choice, then the others by time."""
-    ordered = sorted(rows, key=lambda row: row.seconds)
+    """Order methods: the first choice, then the others by time; last those of which nobody knows what they learn."""
+    ordered = sorted(rows, key=_by_time)
     if not ordered:
         return []
-    near = [row for row in ordered if row.seconds <= ordered[0].seconds * (1 + _NEAR)]
-    first = min(near, key=lambda row: (GRADES.index(row.method.convergence.grade), row.seconds))
+    near = [row for row in ordered if _is_near(row, ordered[0])]
+    first = min(near, key=lambda row: (GRADES.index(row.method.convergence.grade), *_by_time(row)))
     return [first, *(row for row in ordered if row is not first)]
+
+
+def _by_time(row: Ranked) -> tuple[float, bool, float]:
+    return row.to_a_loss, row.method.learning.share == 0.0, row.seconds
+
+
+def _is_near(row: Ranked, best: Ranked) -> bool:
+    """About as fast to a loss; where that is not known of both, in a step."""
+    if math.isinf(best.to_a_loss):
+        return row.seconds <= best.seconds * (1 + _NEAR)
+    return row.to_a_loss <= best.to_a_loss * (1 + _NEAR)
 
 
 # Why, and what would change it ------------------------------------------------------------------------------------
@@ -97,25 +113,52 @@ def _explain(measured: Measured, network: Network, ranked: Sequence[Ranked]) -> 
             f"({show_s(dense.seconds)}): {show_s(timing.exposed)} of it waits for messages, "
             f"{show_s(timing.compression)} for compression."
         )
+        said += _explain_learning(first, dense)
     elif timing.exposed < _EXPOSED * timing.total:
         said.append(f"Messages are hidden behind compute but for {show_s(timing.exposed)}: sending less gains nothing.")
     elif len(ranked) > 1:
         said.append(f"Nothing that sends less is faster by more than {_NEAR:.0%}: compression costs what it saves.")
-    near = [row.spec for row in ranked[1:] if row.seconds <= first.seconds * (1 + _NEAR)]
+    near = [row.spec for row in ranked[1:] if _is_near(row, first)]
     if near:
         said.append(f"About as fast, with more effect on training or slightly slower: {', '.join(near[:4])}.")
+    said += _explain_unknown(ranked)
     if (change := _describe_crossing(network, ranked)) is not None:
         said.append(change)
     return said
 
 
+def _explain_learning(first: Ranked, dense: Ranked) -> list[str]:
+    """What the gain in a step is to a loss."""
+    found = first.method.learning
+    if not found.share or found.low == 1.0:
+        return []
+    faster = [dense.seconds * share / first.seconds for share in (found.share, found.low, found.high)]
+    return [
+        f"A sample teaches {found.words} of what it does under allreduce (small models, see docs/evidence.md): to a "
+        f"loss it is {faster[0]:.1f} times as fast ({faster[1]:.1f} - {faster[2]:.1f})."
+    ]
+
+
+def _explain_unknown(ranked: Sequence[Ranked]) -> list[str]:
+    """Methods that may be better than their place says."""
+    unknown = [row.spec for row in ranked if row.method.learning.share is None]
+    if not unknown:
+        return []
+    place = "ranked last" if len(unknown) < len(ranked) else "ranked by their steps alone"
+    return [
+        f"How much a sample teaches was not measured with these settings, so they are {place}: {', '.join(unknown)}. "
+        "`unisono compare` measures it on your program."
+    ]
+
+
 def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None:
     """At which bandwidth another method becomes the first."""
-    here, first = network.link.bits_per_s, ranked[0].method.anatomy
+    here, first = network.link.bits_per_s, ranked[0].method
     found: list[tuple[float, str]] = []
-    for other in ranked[1:]:
-        if first is not None and other.method.anatomy is not None:
-            at = find_crossing(first, other.method.anatomy, network)
+    for row in ranked[1:]:
+        other, share = row.method, (row.method.learning.share or 0.0) / (first.learning.share or 1.0)
+        if first.anatomy is not None and other.anatomy is not None and share:
+            at = find_crossing(first.anatomy, other.anatomy, network, share)
             found += [(at, other.spec)] if at is not None else []
     above, below = [f for f in found if f[0] > here], [f for f in found if f[0] <= here]
     nearest = [("above", min(above, default=None)), ("below", max(below, default=None))]
@@ -124,12 +167,15 @@ def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None
     return f"{where} of {show_bits(here)} now; {'; '.join(words)}." if words else None
 
 
-def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | None:
-    """The bandwidth nearest to the present one at which `other` takes less time than `first`; None: at none."""
+def find_crossing(first: Anatomy, other: Anatomy, network: Network, share: float = 1.0) -> float | None:
+    """The bandwidth nearest to the present one at which `other` takes less time than `first`; None: at none.
+
+    share: what it learns from a sample, of what `first` does.
+    """
 
     def gap(bits_per_s: float) -> float:
         there = network.with_bandwidth(bits_per_s)
-        return replay(first, there).total - replay(other, there).total  # above 0: the other wins
+        return replay(first, there).total - replay(other, there).total / share  # above 0: the other wins
 
     here = network.link.bits_per_s
     if gap(here) > 0:
@@ -219,7 +265,10 @@ def _largest_batch(measured: Measured) -> int | None:
 # In words ---------------------------------------------------------------------------------------------------------
 
 
-_HEAD = ("method", "step", "interval", "compute", "exposed", "hidden", "compress", "sent", "memory", "training")
+_HEAD = (
+    *("method", "step", "interval", "compute", "exposed", "hidden", "compress", "sent", "memory", "training"),
+    *("learns", "to a loss"),
+)
 
 
 def write_report(measured: Measured, choice: Choice) -> str:
@@ -259,10 +308,18 @@ def _conclude(measured: Measured, choice: Choice) -> str:
             f"does in {show_s(measured.ranks * measured.compute_s)}; use -n 1, or more samples per worker."
         )
     own = next((row for row in choice.ranked if row.spec == measured.own and row is not first), None)
-    gains = [f"{own.seconds / first.seconds:.2f} times as fast as the program's {own.spec}"] if own is not None else []
+    gains = [_tell_gain(first, own)] if own is not None else []
     gains += [f"{m.spec} took {show_s(m.verified_s or 0.0)}" for m in _find_compared(measured)]
     what = f"keep {first.spec}" if first.spec == measured.own else f"use {first.spec} (--strategy '{first.spec}')"
     return f"In short: {what}, {show_s(first.seconds)} a step{''.join(f'; {gain}' for gain in gains)}."
+
+
+def _tell_gain(first: Ranked, own: Ranked) -> str:
+    """Beside the program's own method; where nobody knows what one of them learns, by a step."""
+    times, to = own.to_a_loss / first.to_a_loss, "to a loss"
+    if not 0 < times < math.inf:
+        times, to = own.seconds / first.seconds, "in a step"
+    return f"{times:.2f} times as fast {to} as the program's {own.spec}"
 
 
 def _describe_run(measured: Measured) -> str:
@@ -297,7 +354,7 @@ def _table(rows: Sequence[Ranked], verified: bool, compared: Sequence[MeasuredMe
     head = [*_HEAD, *(["measured"] if verified or compared else [])]
     cells = [head, *(_cells(row, verified or bool(compared)) for row in rows)]
     cells += [
-        [m.spec, *[""] * 7, show_size(m.memory_bytes), m.convergence.grade, show_s(m.verified_s or 0.0)]
+        [m.spec, *[""] * 7, show_size(m.memory_bytes), m.convergence.grade, "", "", show_s(m.verified_s or 0.0)]
         for m in compared
     ]
     return format_rows(cells)
@@ -313,6 +370,8 @@ def _cells(row: Ranked, verified: bool) -> list[str]:
         show_size(round(row.method.bytes_sent)),
         show_size(row.method.memory_bytes),
         row.method.convergence.grade,
+        row.method.learning.words,
+        show_s(row.to_a_loss) if math.isfinite(row.to_a_loss) else "",
     ]
     if verified:
         cells.append(show_s(row.method.verified_s) if row.method.verified_s is not None else "")
@@ -346,5 +405,7 @@ def _row_to_dict(row: Ranked, allowed: bool) -> dict[str, Any]:
         "memory_bytes": row.method.memory_bytes,
         "grade": row.method.convergence.grade,
         "note": row.method.convergence.note,
+        "learns": {"grade": row.method.learning.grade, **asdict(row.method.learning)},
+        "to_a_loss": row.to_a_loss if math.isfinite(row.to_a_loss) else None,
         "verified_s": row.method.verified_s,
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 from unisono.methods.facts import Convergence
 from unisono.predict.costs import Anatomy, Link, Network, sent_share
+from unisono.predict.planner.learning import NOT_MEASURED, Learning
 
 DDP = "torch:ddp"
 
@@ -21,6 +22,7 @@ class MeasuredMethod:
     memory_bytes: int = 0  # the most that a worker held in a step
     why: str = ""
     verified_s: float | None = None  # its step as measured for real
+    learning: Learning = NOT_MEASURED
 
     @property
     def bytes_sent(self) -> float:
@@ -87,6 +89,7 @@ class Measured:
                 **{
                     **m,
                     "convergence": Convergence(**m["convergence"]),
+                    "learning": Learning(**m.get("learning", {})),  # earlier plans have none
                     "anatomy": None if m["anatomy"] is None else Anatomy.from_dict(m["anatomy"]),
                 }
             )

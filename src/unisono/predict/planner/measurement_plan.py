@@ -233,9 +233,7 @@ class MeasurementPlan:
         taken = yield from self._time_steps(_VERIFIED)
         slowest = [max(step) for step in zip(*self.world.gather_objects(taken), strict=True)]
         peak = max(self.world.gather_objects(_read_peak(self.world.device)))
-        self.measured.methods.append(
-            MeasuredMethod(candidate.spec, candidate.convergence, None, peak, verified_s=median(slowest))
-        )
+        self._add(candidate, memory_bytes=peak, verified_s=median(slowest))
 
     def _measure_method(self, candidate: Candidate, share_s: float) -> Iterator[None]:
         """Take a method's steps apart in a silent world; it may use `share_s` of the time that is left."""
@@ -260,7 +258,7 @@ class MeasurementPlan:
         peak = _read_peak(self.world.device)
         mine = [_to_anatomy(candidate, step, self.world.size, self._bare_s).to_dict() for step in taken]
         everyone = self.world.gather_objects({"steps": mine, "walls": [step.wall_s for step in taken], "peak": peak})
-        self._add(candidate, anatomy=_choose_anatomy(everyone), memory=max(each["peak"] for each in everyone))
+        self._add(candidate, anatomy=_choose_anatomy(everyone), memory_bytes=max(each["peak"] for each in everyone))
 
     def _verify(self) -> Iterator[None]:
         """For real, in turn; the first step after each change does not count."""
@@ -347,8 +345,9 @@ class MeasurementPlan:
         options: Any = {"device": real.device, "hosts": real.hosts, "ledger": Ledger(real.rank), "name": "silent"}
         return World(make(), accelerated=make() if real.has_nccl else None, **options)
 
-    def _add(self, candidate: Candidate, *, anatomy: Anatomy | None = None, memory: int = 0, why: str = "") -> None:
-        self.measured.methods.append(MeasuredMethod(candidate.spec, candidate.convergence, anatomy, memory, why))
+    def _add(self, candidate: Candidate, **found: Any) -> None:
+        known = MeasuredMethod(candidate.spec, candidate.convergence, learning=candidate.learning)
+        self.measured.methods.append(replace(known, **found))
 
     def _settle(self) -> None:
         if self.world.device.type == "cuda":

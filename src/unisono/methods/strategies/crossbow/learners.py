@@ -38,6 +38,18 @@ class Parked:
     state: State  # its optimizer's, by parameter
 
 
+class ModuleCopy:
+    """A copy of the module, in which a learner computes; its parts, as to walk through a module takes long."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.params, self.parts = module, list(module.parameters()), list(module.modules())
+
+    def zero_grad(self) -> None:
+        """Without gradients."""
+        for param in self.params:
+            param.grad = None
+
+
 class Batches(list[Any]):
     """Some batches, with the weight of each (see `World.weight`)."""
 
@@ -54,7 +66,7 @@ class Learners:
         self.named: list[tuple[str, Parameter]] = list(model.named_parameters())
         self.turn = 0
         self.parked: dict[int, Parked] = {}
-        self._modules: dict[int, nn.Module] = {}
+        self._copies: dict[int, ModuleCopy] = {}
         self._lanes: list[SerialQueue] = []
         self._streams: list[torch.cuda.Stream] = []
 
@@ -99,7 +111,7 @@ class Learners:
         assert self.turn == 0, "learners come and go between rounds"
         for learner in range(count, self.count):
             del self.parked[learner]
-            self._modules.pop(learner, None)
+            self._copies.pop(learner, None)
         mine = self._as_parked()
         for learner in range(self.count, count):
             params = [torch.empty_like(p).copy_(p) for p in mine.params]
@@ -110,7 +122,7 @@ class Learners:
         """The one in the model stays; threads and the others are gone."""
         for lane in self._lanes:
             lane.close()
-        self._lanes, self._modules, self.parked, self.turn = [], {}, {}, 0
+        self._lanes, self._copies, self.parked, self.turn = [], {}, {}, 0
 
     # Side by side ------------------------------------------------------------------------------------------------
 
@@ -141,13 +153,13 @@ class Learners:
 
         Returns all losses, in the order of the batches, and each learner's gradients, in the order of `named`.
         """
-        modules = [self._module(self.turn + i) for i in range(len(shares))]
+        copies = [self._prepare(self.turn + i) for i in range(len(shares))]
         while len(self._lanes) < len(shares) - 1:
             self._lanes.append(SerialQueue(f"unisono learner {len(self._lanes) + 1}"))
         device = next((p.device for _, p in self.named if p.is_cuda), None)
         while device is not None and len(self._streams) < len(shares):
             self._streams.append(torch.cuda.Stream(device))
-        jobs = [_job(loss_of, m, s, self._stream(i)) for i, (m, s) in enumerate(zip(modules, shares, strict=True))]
+        jobs = [_job(loss_of, c, s, self._stream(i)) for i, (c, s) in enumerate(zip(copies, shares, strict=True))]
         handles = [lane.submit(job) for lane, job in zip(self._lanes, jobs[1:], strict=False)]
         losses, errors = [], []
         for handle in [Handle(jobs[0]), *handles]:  # all of them, also if one fails: they are at work on their tensors
@@ -160,9 +172,9 @@ class Learners:
         for i in range(len(shares) if device is not None else 0):
             torch.cuda.current_stream(device).wait_stream(self._streams[i])
         grads = []
-        for module in modules:
-            grads.append([p.grad for p in module.parameters()])
-            module.zero_grad()  # they are the learner's now
+        for each in copies:
+            grads.append([p.grad for p in each.params])
+            each.zero_grad()  # they are the learner's now
         return [loss for each in losses for loss in each], grads
 
     def put(self, grads: Sequence[Tensor | None]) -> None:
@@ -177,18 +189,20 @@ class Learners:
         self._streams[i].wait_stream(torch.cuda.current_stream(self._streams[i].device))
         return self._streams[i]
 
-    def _module(self, learner: int) -> nn.Module:
+    def _prepare(self, learner: int) -> ModuleCopy:
         """A copy of the module that computes with the learner's own tensors, in the model's modes."""
-        if learner not in self._modules:
-            self._modules[learner] = self._copy_model()
-        made = self._modules[learner]
-        for theirs, tensor, (_, mine) in zip(made.parameters(), self.params(learner), self.named, strict=True):
+        if learner not in self._copies:
+            self._copies[learner] = ModuleCopy(self._copy_model())
+        made = self._copies[learner]
+        for theirs, tensor, (_, mine) in zip(made.params, self.params(learner), self.named, strict=True):
             theirs.data = tensor
-            theirs.requires_grad_(mine.requires_grad)
-        for buffer, tensor in zip(made.buffers(), self.buffers(learner), strict=True):
+            if theirs.requires_grad != mine.requires_grad:
+                theirs.requires_grad_(mine.requires_grad)
+        for buffer, tensor in zip(made.module.buffers(), self.buffers(learner), strict=True):
             buffer.data = tensor
-        for one, other in zip(made.modules(), self.model.modules(), strict=True):
-            one.training = other.training
+        for one, other in zip(made.parts, self.model.modules(), strict=True):
+            if one.training != other.training:
+                one.training = other.training
         made.zero_grad()
         return made
 
@@ -229,7 +243,7 @@ class Learners:
 
 
 def _job(
-    loss_of: Callable[[nn.Module, Any], Tensor], module: nn.Module, share: Batches, stream: Any
+    loss_of: Callable[[nn.Module, Any], Tensor], made: ModuleCopy, share: Batches, stream: Any
 ) -> Callable[[], list[Tensor]]:
     def run() -> list[Tensor]:
         losses = []
@@ -237,10 +251,10 @@ def _job(
             torch.cuda.set_device(stream.device)  # a thread of its own has no CUDA context yet
         with torch.cuda.stream(stream), torch.enable_grad():  # a stream of None changes nothing
             for batch, weight in zip(share, share.weights, strict=True):
-                loss = loss_of(module, batch)
+                loss = loss_of(made.module, batch)
                 if not isinstance(loss, Tensor):
                     raise TypeError(f"the loss function must return a tensor (the loss), got {type(loss).__name__}")
-                with _counting(module, weight):
+                with _counting(made.params, weight):
                     loss.backward()
                 losses.append(loss.detach())
         return losses
@@ -249,10 +263,10 @@ def _job(
 
 
 @contextmanager
-def _counting(module: nn.Module, weight: float) -> Iterator[None]:
+def _counting(params: Sequence[Parameter], weight: float) -> Iterator[None]:
     """Gradients count by the batch's weight."""
-    params = [p for p in module.parameters() if p.requires_grad and weight != 1.0]
-    hooks = [p.register_hook(partial(scale_gradient, weight)) for p in params]
+    counted = [p for p in params if p.requires_grad] if weight != 1.0 else []
+    hooks = [p.register_hook(partial(scale_gradient, weight)) for p in counted]
     try:
         yield
     finally:

@@ -284,7 +284,7 @@ class CrossbowReplica(PeriodicReplica):
                 if adjust is not None:
                     adjust()
                 self.optimizer.step()  # ends the window, and with it this learner's turn
-                self.model.zero_grad()
+                self.learners.put([None] * len(each))
         return losses
 
     # The model to evaluate, and state ----------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-
 _known: weakref.WeakValueDictionary[int, LRScheduler] = weakref.WeakValueDictionary()  # by id, once they are watched
 _is_watching = False
 
@@ -19,8 +18,8 @@ _is_watching = False
 def watch_schedules() -> None:
     """From now on know every schedule of this process; those that are there already are looked for.
 
-    A look goes through all that the garbage collector knows: 50 to 130 ms in a program that has imported torch, too long
-    after each loss. So it is done once, and later ones are noted as they are made (also as copies, and when unpickled).
+    A look goes through all that the garbage collector knows: 50 to 130 ms in a program that has imported torch, too
+    long after each loss. So it is done once. Later ones are noted as they are made, also as copies and when unpickled.
     """
     global _is_watching
     if _is_watching:

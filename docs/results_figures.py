@@ -446,7 +446,7 @@ SECTIONS = (
         "SGD and DiLoCo: a character transformer of 5 M parameters, an exchange every 10 steps, equal settings, over "
         "loopback. Ray Train 2.60 starts all workers again from a checkpoint written every 10 steps; ours continues "
         "inside the same Ray. hivemind 1.1.12: 100 MB averaged by 2 peers, without its matchmaking; and 10 MB by 3, of "
-        "which one is killed in mid-round.",
+        "which one is killed in mid-round. The machine was busy on 2026-11-19, most of all for Ray Train and torchft.",
         ("with_torchft", "with_torchft_local", "with_trainers", "with_ray_train", "with_deepspeed", "with_hivemind"),
         (
             faster(r"torchft_over_ours_step", "the step of torchft over ours", 2.0),
@@ -474,7 +474,8 @@ SECTIONS = (
             shown(r"ours_on_ray_steps_repeated", "the same, ours on Ray", ""),
             faster(r"deepspeed_over_ours_zero_(\d)", "the step of DeepSpeed's ZeRO {} over ours", 1.5),
             faster(r"hivemind_over_ours_average", "an average, hivemind over ours", 2.0),
-            faster(r"hivemind_over_ours_after_loss", "from a kill in mid-round to the next mean, hivemind over ours"),
+            faster(r"hivemind_over_ours_after_loss", "from a kill in mid-round to the next mean, hivemind over ours",
+                   why="hivemind ends the round without the lost peer; ours gives the step up and repeats it"),
             shown(r"hivemind_no_mean_again", "of these kills, those after which hivemind had no mean", ""),
         ),
     ),

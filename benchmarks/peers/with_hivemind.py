@@ -1,6 +1,6 @@
 """hivemind's averaging beside ours, both in one run.
 
-    pip install hivemind==1.1.12    in an environment of its own, beside this package
+    pip install hivemind==1.1.12 'py-cid<0.4' 'py-multihash<3'    in an environment of its own, beside this package
     python benchmarks/peers/with_hivemind.py
 
 Keys: hivemind_average_s, ours_average_s and hivemind_over_ours_average: median seconds until 2 workers have the mean of

@@ -250,7 +250,7 @@ def start_replica(rank: int, lighthouse: str, folder: Path) -> subprocess.Popen[
     """One replica, as torchrun would start it, and start it again."""
     log = folder / f"replica{rank}"
     command = [sys.executable, __file__, "--replica", str(rank), lighthouse, str(log), str(folder / "end")]
-    return subprocess.Popen(command, stderr=(folder / f"{log.name}.err").open("a"))
+    return subprocess.Popen(command, stderr=(folder / f"{log.name}.err").open("a"), start_new_session=True)
 
 
 def kill_torchft(folder: Path, kills: int, settings: dict[str, int]) -> Losses:

@@ -475,7 +475,7 @@ SECTIONS = (
             faster(r"deepspeed_over_ours_zero_(\d)", "the step of DeepSpeed's ZeRO {} over ours", 1.5),
             faster(r"hivemind_over_ours_average", "an average, hivemind over ours", 2.0),
             faster(r"hivemind_over_ours_after_loss", "from a kill in mid-round to the next mean, hivemind over ours",
-                   why="hivemind ends the round without the lost peer; ours gives the step up and repeats it"),
+                   why="one kill; ours gives the step up and repeats it, what hivemind does was not examined"),
             shown(r"hivemind_no_mean_again", "of these kills, those after which hivemind had no mean", ""),
         ),
     ),

@@ -49,7 +49,8 @@ def bind(constraints: Path | None, torch: str | None, folder: Path) -> Path | No
     """The constraints, with another torch where one is asked for."""
     lines = [] if constraints is None else constraints.read_text(encoding="utf-8").splitlines()
     if torch is not None:
-        lines = [line for line in lines if not line.startswith("torch==")] + [f"torch=={torch}"]
+        free = ("torch==", "setuptools==")  # torch has its own bounds of setuptools, others in each version
+        lines = [line for line in lines if not line.startswith(free)] + [f"torch=={torch}"]
     file = folder / "constraints.txt"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file if lines else None

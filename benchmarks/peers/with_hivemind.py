@@ -1,13 +1,14 @@
 """hivemind's averaging beside ours, both in one run.
 
-    pip install hivemind==1.1.12    in an environment of its own, beside this package
+    pip install hivemind==1.1.12 'py-cid<0.4' 'py-multihash<3'    in an environment of its own, beside this package
     python benchmarks/peers/with_hivemind.py
 
 Keys: hivemind_average_s, ours_average_s and hivemind_over_ours_average: median seconds until 2 workers have the mean of
 25 M float32 numbers (100 MB), in the same processes, in turn; ours by messages over loopback, as between hosts.
 hivemind_matchmaking_s is how long it is told to look for peers, and is taken off its time.
-hivemind_after_loss_s: median seconds from the kill of one of three peers in mid-round until the others have a mean
-again; hivemind_no_mean_again: after how many of the kills they had none within four minutes of their start.
+hivemind_after_loss_s, ours_after_loss_s and hivemind_over_ours_after_loss: median seconds from the kill of one of three
+peers in mid-round until both others have a mean again (10 MB; ours as gradients of an elastic run, in the memory of one
+host); hivemind_no_mean_again: after how many of the kills they had none within four minutes of their start.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from measure import finish, interleaved
+from with_torchft import kill_ours
 
 NUMBERS = 25_000_000
 MATCHMAKING_S = 1.0
@@ -94,6 +96,29 @@ def keep_averaging(log: Path, peers: list[str]) -> None:
             out.write(f"{time.monotonic()} {len(found) if found else 0}\n")
 
 
+def average_with_ours(folder: str, passes: int) -> float:
+    """In each of our three workers: the same mean, as that of gradients in a run that goes on without a lost worker."""
+    import torch
+
+    import unisono as un
+
+    torch.set_num_threads(1)
+    world = un.join(device="cpu")
+    model = torch.nn.Linear(NUMBERS // 10, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    replica = un.parallel(model, optimizer, "allreduce")
+    with (Path(folder) / f"{os.getpid()}.log").open("w", buffering=1) as out:
+        for _ in un.shard((torch.arange(240),), 24).steps(10 * passes):
+            before = replica.step
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+            out.write(f"{time.monotonic()} {world.size} {replica.step - before}\n")
+            if not (Path(folder) / "end").exists():
+                time.sleep(0.01)
+    return 0.0
+
+
 def read_means(log: Path) -> list[tuple[float, int]]:
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     return [(float(words[0]), int(words[1])) for words in lines if len(words) == 2]
@@ -155,12 +180,20 @@ def main() -> None:
     for _ in range(asked.kills):
         with tempfile.TemporaryDirectory() as folder:
             tries.append(kill_one(Path(folder)))
-    after = [found for found in tries if found is not None]
+    after, lost = [found for found in tries if found is not None], {}
+    if asked.kills:
+        os.environ.pop("UNISONO_SHARED_MEMORY")
+        with tempfile.TemporaryDirectory() as folder:
+            ours = kill_ours(Path(folder), asked.kills, average_with_ours)
+        lost["ours_after_loss_s"] = statistics.median(ours.recovery_s)
+    if after:
+        lost["hivemind_after_loss_s"] = statistics.median(after)
+        lost["hivemind_over_ours_after_loss"] = lost["hivemind_after_loss_s"] / lost["ours_after_loss_s"]
     finish(
         {f"{side}_average_s": found for side, found in seconds.items()}
         | {"hivemind_over_ours_average": seconds["hivemind"] / seconds["ours"]}
         | {"hivemind_matchmaking_s": MATCHMAKING_S, "kills": asked.kills, "hivemind_no_mean_again": tries.count(None)}
-        | ({"hivemind_after_loss_s": statistics.median(after)} if after else {})
+        | lost
         | {"hivemind": version("hivemind")}
     )
 

@@ -11,13 +11,14 @@ replacement joins) and SIDE_samples_lost, for `ours`, for `torchft` (a lighthous
 for `torchft_quick` (with join_timeout_ms=200), and torchft_recovery_over_ours, torchft_quick_recovery_over_ours.
 Samples lost: with torchft those that survivors drew in steps which did not count; with ours those of all passes that
 were in no step, as a parameter counts them.
-torchft_survivors_died: survivors that ended with an error, and were started again as by torchrun.
+SIDE_survivors_died: survivors that ended with an error, and were started again as by torchrun.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import signal
 import statistics
@@ -27,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -46,17 +47,16 @@ LIGHTHOUSES = {  # how long a quorum waits for a replica that was there before: 
 }
 
 
-def make_manager(replica: str, lighthouse: str, **state: Any) -> Any:
-    """A replica group of one process, as torchft's examples make it."""
+def make_manager(replica: str, lighthouse: str, *, load: Any, save: Any, **settings: Any) -> Any:
+    """A replica group of one process, as torchft's examples make it; `settings` override theirs."""
     import torch.distributed as dist
     from torchft import Manager, ProcessGroupGloo
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
-        load_state_dict=state.get("load"),
-        state_dict=state.get("save"),
-        min_replica_size=1,
+        load_state_dict=load,
+        state_dict=save,
         rank=0,
         world_size=1,
         store_addr="127.0.0.1",
@@ -65,7 +65,7 @@ def make_manager(replica: str, lighthouse: str, **state: Any) -> Any:
         replica_id=replica,
         hostname="127.0.0.1",
         timeout=timedelta(seconds=20),
-        use_async_quorum=True,
+        **{"min_replica_size": 1, "use_async_quorum": True, **settings},
     )
     manager.kept_store = store
     return manager
@@ -205,6 +205,12 @@ class Losses:
     samples_lost: int = 0
     died: int = 0  # survivors that ended with an error
 
+    def add(self, other: Losses) -> None:
+        self.recovery_s += other.recovery_s
+        self.pause_s += other.pause_s
+        self.samples_lost += other.samples_lost
+        self.died += other.died
+
 
 def kill_again(
     kills: int, live: Callable[[], dict[Path, int]], replace: Callable[[], None], meanwhile: Callable[[], None]
@@ -244,7 +250,7 @@ def start_replica(rank: int, lighthouse: str, folder: Path) -> subprocess.Popen[
     """One replica, as torchrun would start it, and start it again."""
     log = folder / f"replica{rank}"
     command = [sys.executable, __file__, "--replica", str(rank), lighthouse, str(log), str(folder / "end")]
-    return subprocess.Popen(command, stderr=(folder / f"{log.name}.err").open("a"))
+    return subprocess.Popen(command, stderr=(folder / f"{log.name}.err").open("a"), start_new_session=True)
 
 
 def kill_torchft(folder: Path, kills: int, settings: dict[str, int]) -> Losses:
@@ -281,8 +287,10 @@ def kill_torchft(folder: Path, kills: int, settings: dict[str, int]) -> Losses:
         lighthouse.shutdown()
 
 
-def kill_ours(folder: Path, kills: int) -> Losses:
-    """The same under our launcher, which may go on with two; samples lost are those of all passes in no step."""
+def kill_ours(folder: Path, kills: int, program: Callable[[str, int], float] = train_with_ours) -> Losses:
+    """The same under our launcher, which may go on with two; samples lost are those of all passes in no step.
+
+    `program` has a folder for its logs, and how many passes of ten steps it may make; it returns the samples lost."""
     import unisono as un
 
     found: list[Losses] = []
@@ -299,16 +307,19 @@ def kill_ours(folder: Path, kills: int) -> Losses:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    train = partial(train_with_ours, str(folder), 60 * (kills + 1))  # steps after the last kill go without pauses
+    train = partial(program, str(folder), 60 * (kills + 1))  # steps after the last kill go without pauses
     lost = un.launch(train, workers=WORKERS, least=2, threads=1, output="rank0")
     thread.join()
     found[0].samples_lost = round(max(lost))
     return found[0]
 
 
-def compare_kills(kills: int) -> dict[str, Any]:
-    """The sides one after the other, in pieces of five kills, in turn."""
+def compare_kills(kills: int, log: Path | None) -> dict[str, Any]:
+    """The sides one after the other, in pieces of five kills, in turn; those that `log` has are counted with them."""
     sides = {side: Losses() for side in ("ours", *LIGHTHOUSES)}
+    for line in log.read_text().splitlines() if log is not None and log.exists() else []:
+        side, part = json.loads(line)
+        sides[side].add(Losses(**part))
     with tempfile.TemporaryDirectory() as folder:
         for number in range(0, kills, 5):
             for side, whole in sides.items():
@@ -316,13 +327,13 @@ def compare_kills(kills: int) -> dict[str, Any]:
                 place.mkdir()
                 count = min(5, kills - number)
                 part = kill_ours(place, count) if side == "ours" else kill_torchft(place, count, LIGHTHOUSES[side])
-                whole.recovery_s += part.recovery_s
-                whole.pause_s += part.pause_s
-                whole.samples_lost += part.samples_lost
-                whole.died += part.died
+                whole.add(part)
+                if log is not None:
+                    with log.open("a") as out:
+                        out.write(json.dumps([side, asdict(part)]) + "\n")
                 seconds = " ".join(f"{s:.2f}" for s in part.recovery_s)
                 print(f"{side}: next step after {seconds} s", flush=True)
-    results: dict[str, Any] = {"kills": kills, "torchft_survivors_died": sum(side.died for side in sides.values())}
+    results: dict[str, Any] = {"kills": len(sides["ours"].recovery_s)}
     for side, whole in sides.items():
         recovery_s = statistics.median(whole.recovery_s)
         results |= {f"{side}_recovery_s": recovery_s, f"{side}_worst_recovery_s": max(whole.recovery_s)}
@@ -332,6 +343,7 @@ def compare_kills(kills: int) -> dict[str, Any]:
         }
         if side != "ours":
             results[f"{side}_recovery_over_ours"] = recovery_s / results["ours_recovery_s"]
+            results[f"{side}_survivors_died"] = whole.died
     return results
 
 
@@ -339,6 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--kills", type=int, default=10, help="of each side (default 10)")
+    parser.add_argument("--log", type=Path, help="a file: kills of earlier calls are counted too, and new ones added")
     parser.add_argument("--only", nargs="+", choices=("step", "kills"), default=["step", "kills"])
     parser.add_argument("--replica", nargs=4, metavar=("RANK", "LIGHTHOUSE", "LOG", "UNTIL"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -354,7 +367,7 @@ def main() -> None:
     if "step" in asked.only:
         results |= step_times(asked.repeats)
     if "kills" in asked.only:
-        results |= compare_kills(asked.kills)
+        results |= compare_kills(asked.kills, asked.log)
     finish(results | {"torchft": version("torchft")})
 
 

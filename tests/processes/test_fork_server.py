@@ -157,6 +157,29 @@ def test_workers_that_tests_start_are_forked(monkeypatch: pytest.MonkeyPatch):
     assert set(parents) <= {server.pid for server in list_warm()}
 
 
+@pytest.mark.skipif(os.environ.get("UNISONO_WARM") == "0", reason="UNISONO_WARM=0: all workers are fresh")
+def test_a_lost_worker_is_reaped_when_it_is_replaced(tmp_path: Path):
+    def train() -> tuple[list[int], list[int]]:
+        import torch
+
+        import unisono as un
+
+        (tmp_path / str(os.getpid())).touch()
+        world, model = un.join(device="cpu"), torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        un.parallel(model, optimizer)
+        for x in un.shard(torch.ones(8, 1), 4).steps(8):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        started = [int(file.name) for file in tmp_path.iterdir()]
+        return [pid for pid in started if Path(f"/proc/{pid}").exists()], world.gather_objects(os.getpid())
+
+    there, alive = launch(train, workers=2, least=2, faults="kill 1@2; kill 0@5")[0]
+    assert len(list(tmp_path.iterdir())) == 4
+    assert sorted(there) == sorted(alive)
+
+
 def test_a_worker_is_forked_and_has_torch(own: None):
     def look() -> tuple[bool, int]:
         return "torch" in sys.modules, os.getppid()

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from unisono.launchers import fork_context, forks, guard, processes
+from unisono.launchers import fork_context, forks, guard, launch, launch_function, processes
 from unisono.launchers.failures import Failure, first_failure
+from unisono.launchers.job import Job
 from unisono.launchers.output import Lines, Output
 from unisono.launchers.runtime import status
 from unisono.launchers.runtime.local_channel import LocalChannel
@@ -207,3 +209,18 @@ def test_a_process_belongs_to_a_run_by_a_whole_word_of_one_variable_or_by_its_se
         for process in inside + outside:
             process.kill()
             process.wait()
+
+
+def test_workers_of_an_elastic_call_are_forked_also_in_a_program_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+
+    def note(job: Job) -> None:
+        jobs.append(job)
+        raise InterruptedError
+
+    monkeypatch.setattr(launch_function, "LocalRun", note)
+    monkeypatch.setattr(launch_function, "sys", SimpleNamespace(modules={}, path=[], argv=[]))
+    for least in (None, 1):
+        with pytest.raises(InterruptedError):
+            launch(int, workers=2, least=least)
+    assert [job.start for job in jobs] == ["fresh", "fork"]

@@ -152,6 +152,7 @@ class ForkStarter:
         self._say_why = say_why
         self._context = process_context()
         self._ended: dict[int, int] = {}
+        self._closed: list[int] = []  # processes that the server may reap
         self.refusals: list[str] = []
 
     def fork(self, command: Command, timeout_s: float | None) -> Process | None:
@@ -176,7 +177,7 @@ class ForkStarter:
         finally:
             streams.close_theirs()
         if answer["kind"] == "forked":
-            return Process(answer["pid"], fds[0], streams, wait_status=self._wait_status)
+            return Process(answer["pid"], fds[0], streams, wait_status=self._wait_status, let_go=self._let_go)
         streams.close_ours()
         self._note_refusal(answer["reason"])
         return None
@@ -198,6 +199,7 @@ class ForkStarter:
         finally:
             os.close(folder)
         deadline = time.monotonic() + timeout_s
+        self._closed.clear()
         while True:
             answer, received = self._receive(deadline)
             if answer["kind"] in ("forked", "refused"):
@@ -210,6 +212,7 @@ class ForkStarter:
         os.umask(umask)
         return {
             "kind": "fork",
+            "closed": self._closed,
             "program": list(command.program),
             "env": dict(command.env),
             "descriptors": list(command.descriptors),
@@ -240,6 +243,11 @@ class ForkStarter:
             while pid not in self._ended and self._channel is not None:
                 self._receive(deadline)
         return self._ended.get(pid, -signal.SIGKILL)
+
+    def _let_go(self, pid: int) -> None:
+        """Told to the server with the next fork; till then no other process has this id."""
+        self._ended.pop(pid, None)
+        self._closed.append(pid)
 
     def _note_refusal(self, reason: str) -> None:
         if self._say_why and not self.refusals:

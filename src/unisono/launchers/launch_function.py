@@ -61,7 +61,7 @@ def run_function(
         output=output,
         inherit=False,
         timeout_s=timeout_s,
-        start="fork" if "torch" in sys.modules else "fresh",
+        start="fork" if "torch" in sys.modules or elastic is not None else "fresh",  # a replacement is there at once
         faults=faults,
         elastic=elastic,
     )

@@ -113,7 +113,7 @@ class Process:
     """A process in a session of its own: our child, or one that a fork server forked, whose child it is.
 
     pid_fd: readable when it has ended; None if the system has no such descriptors.
-    child: of ours. wait_status: gives the exit status of one that was forked and has ended.
+    child: of ours. wait_status: gives the exit status of one that was forked and has ended; let_go: has it reaped.
     report_fd: our end of the pipe on which it reports.
     """
 
@@ -125,10 +125,11 @@ class Process:
         *,
         child: subprocess.Popen[bytes] | None = None,
         wait_status: Callable[[int], int] | None = None,
+        let_go: Callable[[int], None] | None = None,
     ) -> None:
         self.pid, self.pid_fd, self._streams = pid, pid_fd, streams
         self.report_fd = -1
-        self._child, self._wait_status = child, wait_status
+        self._child, self._wait_status, self._let_go = child, wait_status, let_go
         self._status: int | None = None
         self._pipes: dict[str, int] = {}
 
@@ -202,6 +203,8 @@ class Process:
             self._child.wait()
         else:
             self.exit_status(wait=True)
+        if self._let_go is not None:
+            self._let_go(self.pid)
         self._streams.close_ours()
         os.close(self.report_fd)
         if self.pid_fd is not None:

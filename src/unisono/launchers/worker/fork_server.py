@@ -205,6 +205,10 @@ class _Server:
             self._close(connection)
             return None
         if message["kind"] == "fork":
+            for worker in [fd for fd in connection.ended if connection.workers[fd] in message["closed"]]:
+                os.waitpid(connection.workers.pop(worker), 0)
+                connection.ended.remove(worker)
+                os.close(worker)
             return self._fork(connection, message, fds)
         if message["kind"] == "stop":
             self.stopping = True

@@ -31,7 +31,7 @@ from unisono.launchers.runtime.frames import warn_user
 from unisono.launchers.runtime.membership import Assignment
 from unisono.methods.exchange.windows import Window
 from unisono.methods.strategy.replica import Replica
-from unisono.methods.strategy.schedules import find_schedules, take_plain
+from unisono.methods.strategy.schedules import find_schedules, take_plain, watch_schedules
 from unisono.world import PeerLost, World, join
 from unisono.world.elastic import Batches, Elastic
 from unisono.world.operations import put_back
@@ -161,7 +161,6 @@ class Healing:
         self._trained: set[str] = set()
         self._open: Snapshot | None = None  # a batch has been given out since the last of these
         self._again: Snapshot | None = None  # its window was given up: to be restored with the next batch
-        self._schedules: list[Any] | None = None  # whose state was read, until the next batch: to look takes a while
         self._newcomers = False  # some have come, or were moved: told the source's schedules with the next batch
         self._is_moved = False  # this is one of them: it was behind, and has the source's model
         self._source = 0
@@ -176,6 +175,7 @@ class Healing:
         self.is_forming = False  # the world is being formed anew: nobody answers in the former one
         world.batch_weights.is_needed = True  # so that drawing ahead is noticed, also while all parts are even
         self._has_warned = False
+        watch_schedules()
 
     @classmethod
     def of(cls, world: World) -> Healing | None:
@@ -210,9 +210,8 @@ class Healing:
 
     def read_schedules(self) -> dict[str, Any]:
         """The state of the schedules, and the learning rates that they have set."""
-        self._schedules = self._find_schedules()
         return {
-            "schedules": [take_plain(schedule.state_dict()) for schedule in self._schedules],
+            "schedules": [take_plain(schedule.state_dict()) for schedule in self._find_schedules()],
             "groups": [
                 [take_plain({k: v for k, v in group.items() if k != "params"}) for group in one.optimizer.param_groups]
                 for one in self.replicas()
@@ -221,8 +220,7 @@ class Healing:
 
     def load_schedules(self, state: dict[str, Any]) -> None:
         """Restore LR schedulers and optimizer param groups."""
-        schedules = self._find_schedules() if self._schedules is None else self._schedules
-        for schedule, saved in zip(schedules, state["schedules"], strict=False):
+        for schedule, saved in zip(self._find_schedules(), state["schedules"], strict=False):
             schedule.load_state_dict({**schedule.state_dict(), **saved})
         for replica, groups in zip(self.replicas(), state["groups"], strict=True):
             for group, saved in zip(replica.optimizer.param_groups, groups, strict=True):
@@ -392,7 +390,6 @@ class Healing:
             self._count()
             if shard.name not in self._positions:
                 self._positions[shard.name] = shard.locate(shard.batch - 1)
-        self._schedules = None
 
     def _is_trained(self, shard: Batches) -> bool:
         """Whether its batches lead to steps, as far as is known: a pass for validation changes nothing."""

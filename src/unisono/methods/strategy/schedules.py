@@ -4,25 +4,50 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+_known: weakref.WeakValueDictionary[int, LRScheduler] = weakref.WeakValueDictionary()  # by id, once they are watched
+_is_watching = False
+
+
+def watch_schedules() -> None:
+    """From now on know every schedule of this process; those that are there already are looked for.
+
+    A look goes through all that the garbage collector knows: 50 to 130 ms in a program that has imported torch, too
+    long after each loss. So it is done once. Later ones are noted as they are made, also as copies and when unpickled.
+    """
+    global _is_watching
+    if _is_watching:
+        return
+    LRScheduler.__new__ = _make  # type: ignore[assignment,method-assign]
+    for found in gc.get_referrers(*_list_kinds(LRScheduler)):
+        if isinstance(found, LRScheduler):
+            _known[id(found)] = found
+    _is_watching = True
+
+
+def _make(cls: type[LRScheduler], *args: Any, **settings: Any) -> LRScheduler:
+    """In place of LRScheduler.__new__, which it has from `object` unless a subclass has further bases."""
+    above = super(LRScheduler, cls).__new__
+    made: LRScheduler = above(cls) if above is object.__new__ else above(cls, *args, **settings)
+    _known[id(made)] = made
+    return made
+
+
+def _list_kinds(kind: type[LRScheduler]) -> list[type[LRScheduler]]:
+    return [kind, *(found for one in kind.__subclasses__() for found in _list_kinds(one))]
 
 
 def find_schedules(optimizer: Optimizer) -> list[Any]:
-    """Those of an optimizer, which does not know them: they hold it, in their dict or (where nobody asked for that yet)
-    in themselves. Not all objects are looked at: to hold a tuple that another thread is about to make breaks it.
-
-    Each look goes through all that the garbage collector knows, some 50 ms: only a dict of a schedule is followed."""
-    kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    holders = gc.get_referrers(optimizer)
-    mine = [x for x in holders if type(x) is dict and x.get("optimizer") is optimizer]
-    dicts = [x for x in mine if "last_epoch" in x or "_last_lr" in x]  # a ChainedScheduler has the second only
-    owners = gc.get_referrers(*dicts) if dicts else []
-    found = {id(o): o for o in (*holders, *owners) if issubclass(type(o), kinds) and o.optimizer is optimizer}
-    return sorted(found.values(), key=_describe_schedule)
+    """Those of an optimizer, in an order that is the same on every rank."""
+    watch_schedules()
+    found = [one for one in list(_known.values()) if getattr(one, "optimizer", None) is optimizer]
+    return sorted(found, key=_describe_schedule)
 
 
 def _describe_schedule(schedule: Any) -> str:

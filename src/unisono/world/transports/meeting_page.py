@@ -46,6 +46,7 @@ PAGE_NAME = "unisono-meeting-page"  # launchers that make the page give it this 
 _FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(platform.machine())
 _ORDERED = platform.machine() == "x86_64"  # stores are seen in order; elsewhere a lock orders them
 _CHECK_S = 0.05
+_EARLY_S = 0.005  # at first: a rank that dies is mostly missed in the step under way
 SPINS = 1000  # looks before sleeping, some 50 us: a wake-up costs as much
 
 # The page: a row of meetings for each rank, a row of small all-reduces for each, a row for each pair of ranks.
@@ -78,7 +79,7 @@ class _Time(ctypes.Structure):
     _fields_ = (("sec", ctypes.c_long), ("nsec", ctypes.c_long))
 
 
-_TIMEOUT = _Time(0, int(_CHECK_S * 1e9))
+_TIMEOUT, _EARLY = _Time(0, int(_CHECK_S * 1e9)), _Time(0, int(_EARLY_S * 1e9))
 
 
 def is_supported() -> bool:
@@ -130,9 +131,9 @@ class Counters:
                 return True
         return False
 
-    def sleep(self, offset: int, seen: int) -> None:
+    def sleep(self, offset: int, seen: int, timeout: _Time = _TIMEOUT) -> None:
         """Sleep until the counter is no longer `seen`, or for a short while."""
-        _futex(_FUTEX, self._base + offset, 0, seen, ctypes.addressof(_TIMEOUT), None, 0)
+        _futex(_FUTEX, self._base + offset, 0, seen, ctypes.addressof(timeout), None, 0)
 
     def close(self) -> None:
         self._view.release()
@@ -249,10 +250,11 @@ class MeetingPage:
         if not is_behind(counters[at], target) or (self.spin and counters.spin(at, target)):
             fence()
             return
-        began, wait = time.perf_counter() - debug_pause.ended_s, None
+        began, wait, early = time.perf_counter() - debug_pause.ended_s, None, 4
         try:
             while is_behind(seen := counters[at], target):
-                counters.sleep(at, seen)
+                counters.sleep(at, seen, _EARLY if early > 0 else _TIMEOUT)
+                early -= 1
                 if is_behind(counters[at], target):
                     if on_missing is not None:  # first: a rank that is in another collective may leave for that
                         on_missing(rank)

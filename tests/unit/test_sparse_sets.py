@@ -13,6 +13,7 @@ from torch import Tensor
 
 from method_cases import reduce_window
 from unisono.methods.buckets import Bucket
+from unisono.methods.kernels.select import find_largest_of_rows
 from unisono.methods.kernels.sets import SparseSets, cut, fit, pack, read, unpack
 from unisono.methods.reducer import Reducer, all_reduce_bytes
 from unisono.methods.spec import build
@@ -145,6 +146,15 @@ def test_whole_numbers_of_any_width_come_back_from_their_bits(width: int) -> Non
     assert unpack(packed, 101, width).tolist() == codes.tolist()
     written = int.from_bytes(packed.numpy().tobytes(), "little")
     assert [written >> i * width & (1 << width) - 1 for i in range(101)] == codes.tolist()
+
+
+@pytest.mark.parametrize("kept", [1, 5, 15])
+def test_the_largest_of_rows_are_those_of_a_stable_sort(kept: int) -> None:
+    rows = torch.randint(-3, 4, (40, 16), generator=torch.Generator().manual_seed(kept)).float()
+    rows[0, 3], rows[1, 4], rows[2] = math.nan, -math.inf, 0.0
+    sizes = rows.abs().nan_to_num(math.inf, math.inf).numpy()
+    order = np.lexsort((np.broadcast_to(np.arange(16), sizes.shape), -sizes), axis=1)
+    assert find_largest_of_rows(rows, kept).reshape(40, kept).tolist() == np.sort(order[:, :kept], axis=1).tolist()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])

@@ -8,14 +8,15 @@ torch on every device.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.methods.kernels import bits as truths
-from unisono.methods.kernels.select import count_kept, narrow_to
+from unisono.methods.kernels.select import count_kept, find_largest_of_rows, narrow_to
 
 
 class Piece(NamedTuple):
@@ -110,8 +111,11 @@ class SparseSets:
                 found.append(self._count_up(piece))
                 continue
             rows = line[piece.start : piece.start + piece.rows * piece.width].view(piece.rows, piece.width)
-            top = torch.topk(rows.abs(), piece.kept, dim=1, sorted=False).indices
-            found.append(top.sort(dim=1).values.view(-1))
+            if line.is_cuda:
+                top = torch.topk(rows.abs(), piece.kept, dim=1, sorted=False).indices
+                found.append(top.sort(dim=1).values.view(-1))
+            else:
+                found.append(torch.from_numpy(find_largest_of_rows(rows, piece.kept)))
         return torch.cat(found)
 
     def _count_up(self, piece: Piece) -> Tensor:
@@ -176,11 +180,15 @@ def pack(codes: Tensor, width: int) -> Tensor:
     >>> pack(torch.tensor([1, 2, 3]), 3).tolist()
     [209, 0]
     """
-    if width and 8 % width == 0:  # whole numbers of codes a byte, without a bit at a time
-        each = torch.cat([codes, codes.new_zeros(-len(codes) % (8 // width))]).to(torch.uint8).view(-1, 8 // width)
-        return sum((x << i * width for i, x in enumerate(each.unbind(1))), each.new_zeros(len(each)))
-    written = (codes[:, None] >> torch.arange(width, device=codes.device) & 1).bool().view(-1)
-    return truths.pack(torch.cat([written, written.new_zeros(-len(written) % 8)]))
+    if not width:
+        return codes.new_zeros(0, dtype=torch.uint8)
+    each, size = _group(width)
+    filled = torch.cat([codes, codes.new_zeros(-len(codes) % each)]).int().view(-1, each).unbind(1)
+    found = [
+        reduce(torch.bitwise_or, [_shift(x, i * width - at) for i, x in enumerate(filled) if _meet(i, at, width)])
+        for at in range(0, 8 * size, 8)
+    ]
+    return torch.stack([byte & 255 for byte in found], 1).to(torch.uint8).view(-1)[: -(-len(codes) * width // 8)]
 
 
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
@@ -189,8 +197,29 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     >>> unpack(pack(torch.tensor([1, 2, 3]), 3), 3, 3).tolist()
     [1, 2, 3]
     """
-    if width and 8 % width == 0:
-        each = [packed >> shift & (1 << width) - 1 for shift in range(0, 8, width)]
-        return torch.stack(each, 1).view(-1)[:count].int()
-    written = truths.unpack(packed)[: count * width].view(count, width)
-    return (written.int() << torch.arange(width, device=packed.device, dtype=torch.int32)).sum(1)
+    if not width:
+        return packed.new_zeros(count, dtype=torch.int32)
+    each, size = _group(width)
+    filled = torch.cat([packed, packed.new_zeros(-len(packed) % size)]).view(-1, size).int().unbind(1)
+    found = [
+        reduce(
+            torch.bitwise_or, [_shift(b, 8 * at - i * width) for at, b in enumerate(filled) if _meet(i, 8 * at, width)]
+        )
+        for i in range(each)
+    ]
+    return torch.stack([code & (1 << width) - 1 for code in found], 1).view(-1)[:count]
+
+
+def _group(width: int) -> tuple[int, int]:
+    """The fewest codes that end with a byte, and their bytes."""
+    each = 8 // math.gcd(width, 8)
+    return each, each * width // 8
+
+
+def _meet(code: int, at: int, width: int) -> bool:
+    """Whether a code of a group has bits in the byte that begins with bit `at`."""
+    return -8 < at - code * width < width
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    return x << by if by > 0 else x >> -by

@@ -356,7 +356,7 @@ def test_advice_names_the_batch_accumulation_and_learning_rate_where_messages_ta
     slow = choose(planned(("allreduce", "exact", 0.0, 1_000_000)), ALLOWED)  # 1 s of compute, 1 s of messages
     text = " ".join(slow.advice)
     assert "accumulate=9" in text  # 9 s of compute, 1 s of messages: a tenth
-    assert "72 samples a worker" in text
+    assert "72 samples per worker" in text
     assert "0.1 would become 0.9" in text
     fast = choose(planned(("allreduce", "exact", 0.0, 1_000)), ALLOWED)
     assert "keep it" in " ".join(fast.advice)
@@ -371,7 +371,7 @@ def test_a_report_begins_with_what_is_missing_and_ends_with_what_to_do() -> None
     assert re.search(r"^torch:ddp +1\.00 MiB +exact +2\.50 s$", report, re.MULTILINE)
     assert "\nfp16, bf16: not measured: no time\n" in report
     assert report.splitlines()[-1] == (
-        "In short: use topk (--strategy 'topk'), 1.12 s a step; 1.61 times as fast to a loss as the program's "
+        "In short: use topk (--strategy 'topk'), 1.12 s per step; 1.61 times as fast to a loss as the program's "
         "allreduce; torch:ddp took 2.50 s."
     )
     found.unfinished = "the program ended after 3 optimizer steps"

@@ -109,7 +109,7 @@ def _explain(measured: Measured, network: Network, ranked: Sequence[Ranked]) -> 
     said[0] += f"compute {show_s(measured.compute_s)}."
     if dense is not None and first is not dense:
         said.append(
-            f"It takes {show_s(timing.total)} a step, {dense.seconds / timing.total:.1f} times as fast as allreduce "
+            f"It takes {show_s(timing.total)} per step, {dense.seconds / timing.total:.1f} times as fast as allreduce "
             f"({show_s(dense.seconds)}): {show_s(timing.exposed)} of it waits for messages, "
             f"{show_s(timing.compression)} for compression."
         )
@@ -230,7 +230,7 @@ def _advise_batch_by_time(measured: Measured, first: Ranked) -> list[str]:
     if measured.batch is not None:
         fits = _largest_batch(measured)
         room = f"; memory holds about {fits}" if fits is not None else ""
-        said[0] += f" That is {measured.batch * times} samples a worker{room}."
+        said[0] += f" That is {measured.batch * times} samples per worker{room}."
     said.append(
         f"Where memory is short, accumulate={times} has the same effect: {_with_accumulation(first.spec, times)}."
     )
@@ -311,7 +311,7 @@ def _conclude(measured: Measured, choice: Choice) -> str:
     gains = [_tell_gain(first, own)] if own is not None else []
     gains += [f"{m.spec} took {show_s(m.verified_s or 0.0)}" for m in _find_compared(measured)]
     what = f"keep {first.spec}" if first.spec == measured.own else f"use {first.spec} (--strategy '{first.spec}')"
-    return f"In short: {what}, {show_s(first.seconds)} a step{''.join(f'; {gain}' for gain in gains)}."
+    return f"In short: {what}, {show_s(first.seconds)} per step{''.join(f'; {gain}' for gain in gains)}."
 
 
 def _tell_gain(first: Ranked, own: Ranked) -> str:
@@ -324,11 +324,11 @@ def _tell_gain(first: Ranked, own: Ranked) -> str:
 
 def _describe_run(measured: Measured) -> str:
     hosts = len(set(measured.hosts))
-    batch = f", {measured.batch} samples a worker and step" if measured.batch is not None else ""
+    batch = f", {measured.batch} samples per worker and step" if measured.batch is not None else ""
     return (
         f"{measured.ranks} workers on {hosts} host{'s' if hosts > 1 else ''}; {measured.parameters / 1e6:.1f} M "
-        f"parameters, {show_size(measured.gradient_bytes)} of gradients{batch}; compute {show_s(measured.compute_s)} a "
-        f"step. Measured in {measured.seconds:.0f} s, {measured.steps} steps."
+        f"parameters, {show_size(measured.gradient_bytes)} of gradients{batch}; compute {show_s(measured.compute_s)} "
+        f"per step. Measured in {measured.seconds:.0f} s, {measured.steps} steps."
     )
 
 

@@ -56,8 +56,9 @@ DEFAULT = (
     "torch_powersgd_r4",
     "torch_powersgd_r8",
     "powersgd_r4",
-    "local_sgd_4_powersgd_r8",
     "local_sgd_8_powersgd_r8",
+    "local_sgd_8_topk",
+    "sparseloco_8",
 )
 
 

@@ -24,9 +24,9 @@ LINKS = {100: "100 Mbit/s", 1000: "1 Gbit/s", 10000: "10 Gbit/s"}
 RACERS = {
     "ddp": ("DDP", "#9aa3af"),
     "torch_powersgd_r4": ("DDP, PyTorch's PowerSGD hook", "#9aa3af"),
-    "powersgd_r4": ("powersgd(rank=4)", "#3b82c4"),
-    "local_sgd_4_powersgd_r8": ("local_sgd(4) with powersgd(8)", "#3b82c4"),
+    "local_sgd_8_topk": ("local_sgd(8) with topk", "#3b82c4"),
     "local_sgd_8_powersgd_r8": ("local_sgd(8) with powersgd(8)", "#3b82c4"),
+    "sparseloco_8": ("sparseloco(8)", "#3b82c4"),
 }
 
 
@@ -60,7 +60,7 @@ def draw_races(line: Mapping[str, Any]) -> Figure:
     times = [line[f"{name}_seconds"] for name in RACERS]
     labels, colours = zip(*RACERS.values(), strict=True)
     bars = axes.barh(labels, times, color=colours, height=0.7)
-    axes.bar_label(bars, [f"{time:.0f} s" for time in times], padding=4)
+    axes.bar_label(bars, [f"{time:.1f} s" for time in times], padding=4)
     axes.set(xlim=(0, 1.12 * max(times)), xticks=[])
     axes.invert_yaxis()
     axes.spines["bottom"].set_visible(False)

@@ -286,8 +286,9 @@ SECTIONS = (
             shown(r"ddp_seconds", "to the loss that DDP reaches in 80 steps, 100 Mbit/s: DDP", "s"),
             shown(r"(torch_powersgd_r\d)_seconds", "to the same loss: {}", "s"),
             shown(r"((?:local_sgd_\d_)?powersgd_r\d)_seconds", "to the same loss: ours, {}", "s"),
-            faster(r"best_over_ddp_(\w+)", "the best of ours, against DDP, {}"),
-            faster(r"best_over_torch_powersgd_(\w+)", "the best of ours, against PyTorch's PowerSGD hook, {}"),
+            shown(r"(local_sgd_\d_topk|sparseloco_\d)_seconds", "to the same loss: ours, {}", "s"),
+            faster(r"best_over_ddp_(\w+)", "the best of ours, against DDP, {}", 20.0),
+            faster(r"best_over_torch_powersgd_(\w+)", "the best of ours, against PyTorch's PowerSGD hook, {}", 3.0),
         ),
         (
             Matrix(

@@ -34,9 +34,13 @@ class Relay:
         while True:
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
             except OSError:
                 return
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:
+                near.close()
+                continue
             with self._lock:
                 self._ends += [near, far]
             for source, target, is_answer in ((near, far, False), (far, near, True)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +14,10 @@ from torch import nn
 import unisono as un
 from socket_ranks import run_ranks
 from unisono.world.transports import socket_links
+from unisono.world.transports.flows import Flow, Piece
+from unisono.world.transports.rings import PIECE
 from unisono.world.transports.sockets import SocketTransport
+from unisono.world.transports.streams import InStream, OutStream, Patience
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,6 +62,30 @@ def test_an_all_to_all_gives_each_rank_its_part_its_own_included(lanes: int, mon
         assert not isinstance(outs, Exception), outs
         for source, out in enumerate(outs):
             assert torch.equal(out, draw(3 * source + r, sizes[source][r]))
+
+
+def test_a_long_piece_is_passed_on_before_it_is_whole() -> None:
+    (before, near), (far, after) = socket.socketpair(), socket.socketpair()
+    near.setblocking(False)
+    far.setblocking(False)
+    before.settimeout(20.0)
+    after.settimeout(20.0)
+    source, out = InStream(lambda: None), OutStream(lambda: (far, b""))
+    source.hand(near)
+    data = bytes(range(256)) * (3 * PIECE // 256)
+    room = memoryview(bytearray(len(data)))
+    flow = Flow(out, source, [], [Piece(room, None, room, passed=PIECE)])
+    thread = threading.Thread(target=flow.run, args=(Patience(20.0, lambda: None, lambda: None),))
+    thread.start()
+    with before, after, after.makefile("rb") as came:
+        before.sendall(data[:PIECE])
+        early = came.read(PIECE)
+        before.sendall(data[PIECE:])
+        assert early + came.read(len(data) - PIECE) == data
+        after.sendall(len(data).to_bytes(8, "little"))  # it has all
+        thread.join()
+        source.close()
+        out.close()
 
 
 def test_large_gradients_are_exchanged_where_they_are_and_small_ones_in_a_line() -> None:

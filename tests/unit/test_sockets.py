@@ -83,6 +83,37 @@ def test_a_connection_that_breaks_in_mid_transfer_goes_on_where_it_stopped(
     assert sum(relay.cuts for relay in relays) == 3
 
 
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+@pytest.mark.parametrize("operation", ["broadcast", "all_gather", "all_to_all"])
+def test_what_is_only_passed_on_goes_on_after_a_break_too(
+    relays: list[Relay], operation: str, encrypt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_ENCRYPT", encrypt)
+    n = 1_000_003
+    inputs = [torch.randn(n, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(3)]
+
+    def work(transport: SocketTransport) -> list[torch.Tensor]:
+        mine, outs = inputs[transport.rank], [torch.empty(n, dtype=torch.float64) for _ in range(3)]
+        transport.all_reduce([torch.ones(3)], "sum")
+        if transport.rank == 0:
+            for relay in relays:
+                relay.cut_after(2_500_000)
+        if operation == "broadcast":
+            transport.broadcast([outs[0] if transport.rank else outs[0].copy_(mine)], 0)
+            return outs[:1]
+        if operation == "all_gather":
+            transport.all_gather(mine, outs)
+        else:
+            transport.all_to_all([mine + to for to in range(3)], outs)
+        return outs
+
+    for rank, outs in enumerate(run_ranks(work, 3)):
+        assert not isinstance(outs, Exception), outs
+        for source, out in enumerate(outs):
+            assert torch.equal(out, inputs[source] + (rank if operation == "all_to_all" else 0))
+    assert sum(relay.cuts for relay in relays) >= 2
+
+
 def test_small_messages_survive_a_break_too(relays: list[Relay]) -> None:
     def work(transport: SocketTransport) -> list[float]:
         found = []

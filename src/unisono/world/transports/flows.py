@@ -18,14 +18,20 @@ from unisono.world.transports.streams import COPIED, InStream, OutStream, Patien
 
 __all__ = ["Copy", "Flow", "Helpers", "Piece", "as_bytes"]
 
+_TURN = 2 << 20  # bytes received at a time
+
 
 class Piece(NamedTuple):
-    """What a flow receives next: where to, what is then done with it, and which bytes are sent on."""
+    """What a flow receives next: where to, what is then done with it, and which bytes are sent on.
+
+    `passed`: bytes that are sent on at a time, before the piece is whole; 0 if something is done with it first.
+    """
 
     target: memoryview
     then: Callable[[], None] | None = None
     forward: memoryview | None = None
     reused: bool = False  # the bytes sent on are of memory that a later piece is received into
+    passed: int = 0
 
 
 class Flow:
@@ -45,9 +51,9 @@ class Flow:
         self._first: Iterator[memoryview] | None = iter(first) if out is not None else None
         self._pieces: Iterator[Piece] | None = iter(pieces) if source is not None else None
         self._piece: Piece | None = None
-        self._at = 0
+        self._at = self._passed = 0  # bytes of the piece that have come, and that have been sent on before it was whole
         self._received = 0
-        self._later: deque[Piece] = deque()  # to be sent on
+        self._later: deque[tuple[memoryview, bool]] = deque()  # to be sent on, and whether of memory used again
         self._under_way: deque[int] = deque()  # where the bytes end that are sent from memory used again
         self._spare = spare  # if there is any, the previous rank waits for memory too, and is told of each piece
         self._next_piece()
@@ -100,10 +106,9 @@ class Flow:
     def _send_on(self, out: OutStream) -> None:
         """Queue what was received and goes on from here; only after all that this rank sends by itself."""
         while self._later:
-            piece = self._later.popleft()
-            assert piece.forward is not None
-            out.push(piece.forward)
-            if piece.reused and len(piece.forward) > COPIED:
+            view, is_reused = self._later.popleft()
+            out.push(view)
+            if is_reused and len(view) > COPIED:
                 self._under_way.append(out.queued)
 
     def _can_receive(self) -> bool:
@@ -123,21 +128,23 @@ class Flow:
         source, piece = self._in, self._piece
         assert source is not None
         assert piece is not None
-        count = source.recv_into(piece.target[self._at :] if self._at else piece.target)
+        count = source.recv_into(piece.target[self._at : self._at + _TURN])
         self._at += count
         self._received += count
-        if self._at == len(piece.target):
-            if self._spare:
-                source.acknowledge()
-            if piece.then is not None:
-                piece.then()
-            if piece.forward is not None:
-                self._later.append(piece)
+        is_whole = self._at == len(piece.target)
+        if is_whole and self._spare:
+            source.acknowledge()
+        if is_whole and piece.then is not None:
+            piece.then()
+        if piece.forward is not None and (is_whole or 0 < piece.passed <= self._at - self._passed):
+            self._later.append((piece.forward[self._passed : self._at], piece.reused))
+            self._passed = self._at
+        if is_whole:
             self._next_piece()
         return count > 0
 
     def _next_piece(self) -> None:
-        self._at = 0
+        self._at = self._passed = 0
         self._piece = next(self._pieces, None) if self._pieces is not None else None
         if self._piece is None and self._in is not None and self._pieces is not None:
             self._pieces = None

@@ -16,7 +16,7 @@ from unisono.world.transports.socket_links import Links
 
 __all__ = ["IN_RINGS", "PIECE", "Rings", "cut_evenly"]
 
-PIECE = 512 << 10  # bytes of a chain that are received and passed on at a time: the last rank waits for the first piece
+PIECE = 512 << 10  # bytes of a chain that are passed on at a time: the last rank waits for the first piece
 # Of a ring: each piece costs some 50 us of Python, in which no other lane of this process can run.
 _LEAST_PIECE, _MOST_PIECE = 512 << 10, 2 << 20
 _PIECES = 2  # of a chunk: one is sent while the next one comes
@@ -128,12 +128,12 @@ class Rings:
         return self._flow(lane, _cut_views(lines[self.rank]), pieces)
 
     def broadcast(self, parts: Sequence[Tensor], place: int) -> list[Flow]:
-        """A chain: each rank passes a piece on while the next one comes. `place`: mine in it, 0 is the source."""
+        """A chain: each rank passes on what it receives, as it comes. `place`: mine in it, 0 is the source."""
         lines, nbytes, flows = [part.view(torch.uint8) for part in parts], count_bytes(parts), []
         passes_on = place < self.size - 1
         for lane, (start, stop) in enumerate(cut_evenly(nbytes, self._count_lanes(nbytes))):
-            tiles = [as_bytes(tile) for tile, _ in cut_tiles(lines, start, stop, PIECE)]
-            pieces = [Piece(tile, None, tile if passes_on else None) for tile in tiles] if place else []
+            tiles = [as_bytes(tile) for tile, _ in cut_tiles(lines, start, stop, nbytes if place else PIECE)]
+            pieces = [Piece(tile, None, tile if passes_on else None, passed=PIECE) for tile in tiles] if place else []
             flows.append(self._flow(lane, [] if place else tiles, pieces, sends=passes_on, receives=place > 0))
         return flows
 

@@ -386,6 +386,17 @@ def test_a_plan_says_where_one_worker_is_faster() -> None:
     )
 
 
+def test_a_plan_without_most_methods_asks_for_a_longer_budget() -> None:
+    found = planned(("allreduce", "exact", 0.0, 2_000_000))
+    late = [MeasuredMethod(spec, Convergence("exact", ""), why="the 25 s of --budget were over") for spec in ("a", "b")]
+    found.methods += late
+    last = write_report(found, choose(found, ALLOWED)).splitlines()[-1]
+    assert last == (
+        "In short: of the methods that were measured allreduce is the fastest, 3.00 s per step. 2 others were not: run "
+        "this again with a longer --budget, in seconds, before you choose."
+    )
+
+
 def test_slow_steps_get_their_share_of_the_budget() -> None:
     """16 methods in 17 s, steps of half a second: one after the first, not two for some and none for others."""
     assert _count_steps(0.5, 17 / 16) == 1

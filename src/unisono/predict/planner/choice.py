@@ -302,6 +302,12 @@ def _conclude(measured: Measured, choice: Choice) -> str:
     if not choice.ranked:
         return ""
     first = choice.ranked[0]
+    late = [method for method in choice.left_out if "--budget" in method.why]
+    if len(late) > len(choice.ranked):
+        return (
+            f"In short: of the methods that were measured {first.spec} is the fastest, {show_s(first.seconds)} per "
+            f"step. {len(late)} others were not: run this again with a longer --budget, in seconds, before you choose."
+        )
     if first.seconds > measured.ranks * measured.compute_s > 0:
         return (
             f"In short: one worker is faster for this model: what {measured.ranks} do in {show_s(first.seconds)}, it "

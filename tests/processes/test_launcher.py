@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import pty
 import signal
 import subprocess
@@ -338,6 +339,14 @@ finally:
 """
 
 
+def wait_for_child(launched):
+    children = f"/proc/{launched.process.pid}/task/{launched.process.pid}/children"
+    while launched.process.poll() is None:
+        with open(children) as file:
+            if file.read().split():
+                return
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interruption_ends_stubborn_workers_and_their_children_in_2_s(run_script, still_running, tmp_path, signum):
     launched = run_script(PRELUDE + STUBBORN, "-n", "2")
@@ -353,6 +362,24 @@ def test_interruption_ends_stubborn_workers_and_their_children_in_2_s(run_script
     assert err.count("\n") == 1
     assert err.startswith(f"unisono: interrupted ({signum.name}); 2 workers stopped in")
     assert (tmp_path / "finally-0").exists(), "the first signal is SIGINT, so that `finally` runs"
+
+
+@only_fresh
+def test_a_worker_that_began_unnoticed_may_tidy_up_after_ctrl_c(run_script, tmp_path):
+    """Its report waits in the pipe, as the launcher of a busy machine has not come to it."""
+    launched = run_script(PRELUDE + STUBBORN, "-n", "1")
+    sleeps_in = pathlib.Path(f"/proc/{launched.process.pid}/wchan")
+    while "poll" not in sleeps_in.read_text():  # it has started the worker, and waits for its reports
+        assert launched.process.poll() is None
+        if (tmp_path / "ready-0").exists():
+            pytest.skip("the kernel does not say where a process sleeps")
+    launched.signal(signal.SIGSTOP)
+    launched.wait_for_files("ready-0")
+    launched.signal(signal.SIGINT)
+    launched.signal(signal.SIGCONT)
+    status, out, err = launched.finish()
+    assert (status, out) == (130, ""), err
+    assert (tmp_path / "finally-0").exists()
 
 
 def test_launcher_killed_leaves_no_process(run_script, still_running):
@@ -373,11 +400,7 @@ def test_children_of_workers_do_not_outlive_the_run(run_script, still_running, e
 
 def test_ctrl_c_before_the_workers_have_begun_is_quiet(run_script):
     launched = run_script("import time\ntime.sleep(1000)", "-n", "4")
-    children = f"/proc/{launched.process.pid}/task/{launched.process.pid}/children"
-    while launched.process.poll() is None:
-        with open(children) as file:
-            if file.read().split():
-                break
+    wait_for_child(launched)
     launched.signal(signal.SIGINT)
     status, out, err = launched.finish()
     assert (status, out) == (130, ""), err

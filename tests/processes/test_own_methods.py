@@ -80,7 +80,7 @@ def test_what_is_no_folder_of_methods_and_a_name_that_is_taken_are_said(methods:
     assert "reducers has neither a folder strategies nor a folder reducers" in refused.stderr
     (methods / "reducers/topk.py").touch()
     refused = list_methods(methods.parent, UNISONO_METHODS=str(methods))
-    assert "'topk', and there is a method of that name" in refused.stderr
+    assert "'topk', which is the name of another method" in refused.stderr
 
 
 def test_a_plan_takes_specs_or_a_folder(methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:

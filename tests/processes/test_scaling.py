@@ -128,7 +128,7 @@ def test_workers_come_and_leave_as_asked_and_the_weights_are_those_of_one_proces
     assert status == 0, err
     assert out == "[0] the end 0\n"
     assert "lost" not in err
-    formed = re.findall(r"^unisono: (\d) workers? goe?s? on$", err, re.MULTILINE)
+    formed = re.findall(r"^unisono: (\d) workers? continues?$", err, re.MULTILINE)
     assert re.fullmatch("2312?312?31", "".join(formed)), err  # newcomers may come one by one
     assert not socket_path.exists()
     check_result(tmp_path)

@@ -77,8 +77,8 @@ NOTES = {  # they move nothing
 LIMITS = {
     # sharing.py: buffers made the same
     "allreduce": 12,
-    # More than allreduce: periodic.py, which methods of your own build on, _anchored.py
-    "local_sgd(every=1, start=0)": 14,
+    # More than allreduce: periodic.py, which methods of your own build on, _anchored.py, _fragments.py
+    "local_sgd(every=1, start=0)": 15,
     # optimizer_shards.py: in the step the optimizer's groups hold the shards; buckets.py has the one flat layout
     # offloads.py: several optimizers may step off the device
     "zero(stage=3, optimizer_on=cpu)": 23,

@@ -276,7 +276,7 @@ def test_what_cannot_be_shared_out_is_refused_with_what_to_do(spec: str) -> None
         with pytest.raises(error, match=match):
             un.parallel(model, make(model), spec, world=World())
 
-    refused(lambda m: Together(m.parameters()), r"together .* differently. Say so: optimizer.whole_tensors = False")
+    refused(lambda m: Together(m.parameters()), r"together and separately. Say so: optimizer.whole_tensors = False")
     refused(lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS cannot be shared out among workers: it calls a closure")
     refused(lambda m: declare(Signs(m.parameters()), "yes"), "must be True or False, got 'yes'", TypeError)
 

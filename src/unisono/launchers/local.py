@@ -229,6 +229,9 @@ class LocalRun(Supervisor[LocalWorker]):
 
     def _interrupt(self, error: BaseException) -> None:
         self._interrupted_processes = guard.members(self.run_id, self._sessions())
+        self.stop_time = time.monotonic()
+        with contextlib.suppress(OutputClosed):
+            self._pump(0.0)  # reports that are waiting: a worker that has begun its program may tidy up
         super()._interrupt(error)
 
     def _stop(self, schedule: Callable[[Worker], Schedule]) -> None:

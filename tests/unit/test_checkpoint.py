@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import subprocess
 import warnings
 from pathlib import Path
@@ -524,14 +525,36 @@ un.load(sys.argv[1], make(4))
     assert steps(tmp_path) == ["step-0000000000"]
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path, alone):
-    left = tmp_path / ".writing-step-0000000002-abc"
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [(".writing-step-0000000002-abc", ("shared.json", ".lock")), (".making-abc", (".lock",)), (".making-abc", ())],
+)
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path, alone, name, files):
+    left = tmp_path / name
     left.mkdir()
-    for name in ("shared.json", ".lock"):
-        (left / name).write_text("half")
+    for file in files:
+        (left / file).write_text("half")
     assert un.load(tmp_path, make()).skipped == []
     un.save(tmp_path, alone[0])
     assert not left.exists()
+
+
+@pytest.mark.parametrize("locks_first", [False, True])
+def test_a_save_whose_folder_another_run_takes_for_abandoned_begins_another(tmp_path, monkeypatch, locks_first):
+    take_lock = folder.take_lock
+
+    def be_late(path):
+        monkeypatch.setattr(folder, "take_lock", take_lock)
+        if not locks_first:
+            folder._remove_abandoned(path.parent)
+            return take_lock(path)
+        lock = take_lock(path)
+        shutil.rmtree(path.parent)
+        return lock
+
+    monkeypatch.setattr(folder, "take_lock", be_late)
+    un.save(tmp_path, make())
+    assert steps(tmp_path) == ["step-0000000000"]
 
 
 def test_two_runs_that_save_into_one_folder_leave_each_other_alone(tmp_path, monkeypatch):

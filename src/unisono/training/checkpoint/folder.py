@@ -102,17 +102,25 @@ def begin_folder(root: Place, step: int) -> tuple[Place, io.FileIO | None]:
     if isinstance(root, RemotePath):
         return _begin_remote(root, step), None
     root.mkdir(parents=True, exist_ok=True)
-    for left in [*root.glob(".removing-*"), *(path for path in root.glob(".writing-*") if not _is_in_use(path))]:
+    for left in root.glob(".removing-*"):
         shutil.rmtree(left, ignore_errors=True)
-    making = root / f".making-{secrets.token_hex(8)}"
-    making.mkdir()
-    lock = take_lock(making / _LOCK)
-    try:
-        return making.rename(root / f".writing-{_name_step(step)}-{secrets.token_hex(8)}"), lock
-    except BaseException:
-        lock.close()
-        shutil.rmtree(making, ignore_errors=True)
-        raise
+    for left in [*root.glob(".making-*"), *root.glob(".writing-*")]:
+        _remove_abandoned(left)
+    while True:
+        making = root / f".making-{secrets.token_hex(8)}"
+        making.mkdir()
+        try:
+            lock = take_lock(making / _LOCK)
+        except (FileExistsError, FileNotFoundError):  # another run took it for abandoned
+            continue
+        try:
+            return making.rename(root / f".writing-{_name_step(step)}-{secrets.token_hex(8)}"), lock
+        except FileNotFoundError:  # likewise
+            lock.close()
+        except BaseException:
+            lock.close()
+            shutil.rmtree(making, ignore_errors=True)
+            raise
 
 
 def take_lock(path: Path) -> io.FileIO:
@@ -167,11 +175,13 @@ def empty_folder(writing: Place) -> None:
                 path.unlink()
 
 
-def _is_in_use(folder: Path) -> bool:
-    """Whether another run is writing this folder. On a disk without locks: whether it is less than an hour old."""
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what an interrupted save has left, under its lock: a run about to take that begins another folder.
+    On a disk without locks: what is an hour old."""
     try:
-        with io.FileIO(folder / _LOCK, "r+") as lock:
+        with io.FileIO(folder / _LOCK, "r+" if (folder / _LOCK).exists() else "x") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
         warnings.warn(
             f"another run is saving into {folder.parent}: un.load takes the newest checkpoint of either, and keep= "
@@ -180,10 +190,8 @@ def _is_in_use(folder: Path) -> bool:
         )
     except OSError:
         with suppress(OSError):
-            return time.time() - folder.stat().st_mtime < 3600
-    else:
-        return False
-    return True
+            if time.time() - folder.stat().st_mtime >= 3600:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_rank(

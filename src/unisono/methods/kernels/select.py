@@ -229,8 +229,8 @@ def _find_largest(keys: Ints, count: int) -> Ints:
 
 
 def find_largest_of_rows(rows: Tensor, count: int) -> Ints:
-    """The places in each row of its `count` largest magnitudes, ascending, row by row: a fifth of the time of
-    `torch.topk`, as numpy's partition uses the processor's wide registers."""
+    """The places in each row of its `count` largest magnitudes, ascending, row by row: quicker than `torch.topk`,
+    as numpy's partition uses the processor's wide registers."""
     keys, width = _read_keys(rows), rows.shape[1]
     least = np.partition(keys, width - count, axis=1)[:, width - count, None]
     chosen = keys >= least

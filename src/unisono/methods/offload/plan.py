@@ -16,7 +16,6 @@ _BORDER = 1 << 12  # blocks begin on such a multiple
 _CPU_BLOCKS = 4  # the CPU's are as many times larger: they wait for no buffer, and starting its threads takes time
 _LEAST = 1 << 18  # fewer elements than these are not worth a block of their own
 
-TYPICAL_STAGED_SHARE = 0.5  # about `staged_share(16)`, for what is said before the machine is known
 _LINK_GBS = 55.0  # GB/s each way: PCI express 5.0 x16, measured on an H200
 _HOST_RATE = 0.2625  # Gparam/s a core: fused AdamW, measured with 16 cores (4.2 in all)
 

@@ -465,8 +465,11 @@ SECTIONS = (
         "SGD and DiLoCo: a character transformer of 5 M parameters, an exchange every 10 steps, equal settings, over "
         "loopback. Ray Train 2.60 starts all workers again from a checkpoint written every 10 steps; ours continues "
         "inside the same Ray. hivemind 1.1.12: 100 MB averaged by 2 peers, without its matchmaking; and 10 MB by 3, of "
-        "which one is killed in mid-round. The machine was busy on 2026-11-19, most of all for Ray Train and torchft.",
-        ("with_torchft", "with_torchft_local", "with_trainers", "with_ray_train", "with_deepspeed", "with_hivemind"),
+        "which one is killed in mid-round; it leaves that one's numbers out and ends the round, and the share that the "
+        "lost one was to average stays different on the others. Horovod 0.28.1 over its gloo. The machine was busy on "
+        "2026-11-19, most of all for Ray Train and torchft.",
+        ("with_torchft", "with_torchft_local", "with_trainers", "with_ray_train", "with_deepspeed", "with_hivemind",
+         "with_horovod"),
         (
             faster(r"torchft_over_ours_step", "the step of torchft over ours", 2.0),
             faster(r"torchft_recovery_over_ours", "from a kill to the next step, torchft over ours", 10.0),
@@ -492,9 +495,13 @@ SECTIONS = (
             shown(r"ray_train_steps_repeated", "steps made again after a kill, Ray Train", ""),
             shown(r"ours_on_ray_steps_repeated", "the same, ours on Ray", ""),
             faster(r"deepspeed_over_ours_zero_(\d)", "the step of DeepSpeed's ZeRO {} over ours", 1.5),
+            faster(r"horovod_over_ours_step", "the step of Horovod over ours"),
+            faster(r"horovod_over_ours_(100mb|4kb)", "an all-reduce of {}, Horovod over ours"),
             faster(r"hivemind_over_ours_average", "an average, hivemind over ours", 2.0),
             faster(r"hivemind_over_ours_after_loss", "from a kill in mid-round to the next mean, hivemind over ours",
-                   why="one kill; ours gives the step up and repeats it, what hivemind does was not examined"),
+                   why="one kill; hivemind ends the round without the lost one's numbers, ours repeats it"),
+            shown(r"hivemind_same_after_loss", "of the numbers, alike on both others after that round, hivemind", "%"),
+            shown(r"hivemind_whole_after_loss_s", "until a later mean, hivemind, without its matchmaking", "s"),
             shown(r"hivemind_no_mean_again", "of these kills, those after which hivemind had no mean", ""),
         ),
     ),

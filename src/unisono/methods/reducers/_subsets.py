@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 Slices = list[tuple[slice, slice]]
+_KEPT = 8  # subsets of a bucket that are remembered: those of methods that choose anew come and go
+_cuts: WeakKeyDictionary[Bucket, dict[tuple[int, ...], _Cut]] = WeakKeyDictionary()
 _lines: WeakKeyDictionary[Bucket, State] = WeakKeyDictionary()  # by subset: its last state, memory for the next
 
 
@@ -127,7 +129,7 @@ def _narrow_state(part: Bucket, whole: Bucket, subset: Subset) -> State:
 
 def average_in_place(bucket: Bucket, which: Sequence[int], world: World) -> Stages:
     """The exact mean of some of a bucket's tensors, where they lie."""
-    lines = [bucket.flat[here] for here, _ in find_runs(bucket, which)]
+    lines = _cut(bucket, which).of_whole(bucket.flat)
     handle = world.all_reduce(lines, "mean", tag=bucket.tag)
     yield
     handle.wait()
@@ -178,6 +180,33 @@ def find_runs(bucket: Bucket, which: Sequence[int]) -> Slices:
     return found
 
 
+class _Cut:
+    """The runs of some tensors as views of a line: in one call, whatever their number."""
+
+    def __init__(self, bucket: Bucket, which: Sequence[int]) -> None:
+        runs = find_runs(bucket, which)
+        ends = [0, *(end for there, _ in runs for end in (there.start, there.stop))]
+        self._whole = [b - a for a, b in itertools.pairwise([*ends, bucket.flat.numel()])]  # between them, and of them
+        self._part = [here.stop - here.start for _, here in runs]
+
+    def of_whole(self, line: Tensor) -> list[Tensor]:
+        """In a line of the bucket's layout."""
+        return list(line.split(self._whole)[1::2])
+
+    def of_part(self, line: Tensor) -> list[Tensor]:
+        """In a line of a bucket that holds only these tensors."""
+        return list(line.split(self._part))
+
+
+def _cut(bucket: Bucket, which: Sequence[int]) -> _Cut:
+    known, key = _cuts.setdefault(bucket, {}), tuple(which)
+    if key not in known:
+        if len(known) == _KEPT:
+            known.clear()
+        known[key] = _Cut(bucket, which)
+    return known[key]
+
+
 def narrow(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, memory: State) -> State:
     """The state of some tensors, for a bucket that holds only them. Lines are copied, into `memory` where it fits."""
     found: State = {}
@@ -188,8 +217,7 @@ def narrow(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, mem
         elif isinstance(value, Tensor):
             if not isinstance(old, Tensor) or old.dtype != value.dtype or old.shape != part.flat.shape:
                 old = value.new_empty(part.flat.numel())
-            for there, here in find_runs(bucket, which):
-                old[here].copy_(value[there])
+            torch._foreach_copy_(_cut(bucket, which).of_part(old), _cut(bucket, which).of_whole(value))
             found[key] = old
         else:
             found[key] = [value[i] for i in which] if isinstance(value, list) else value
@@ -216,8 +244,7 @@ def widen(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, afte
         elif isinstance(value, Tensor):
             if key not in state:
                 state[key] = value.new_zeros(bucket.flat.numel())
-            for there, here in find_runs(bucket, which):
-                state[key][there].copy_(value[here])
+            torch._foreach_copy_(_cut(bucket, which).of_whole(state[key]), _cut(bucket, which).of_part(value))
         elif isinstance(value, list):
             entries = state.setdefault(key, [None] * len(bucket.names))
             for i, entry in zip(which, value, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -188,9 +189,20 @@ def test_a_scaler_is_left_as_it_was_once_nobody_watches_it() -> None:
         assert scaler.update is (above if wrapped else theirs)
 
 
+class Beginner(Recorder):
+    """Does a little with tensors before a forward, and makes a lock, as methods do."""
+
+    def begin_window(self) -> None:
+        super().begin_window()
+        with threading.Lock():
+            torch.zeros(2).add_(1)
+
+
 def test_a_compiled_model_stays_one_graph() -> None:
     """What runs before its forward is not compiled with it."""
-    model, optimizer, replica = make()
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = Beginner(model, optimizer, World())
     graphs = CompileCounter()
     compiled = torch.compile(model, backend=graphs)
     for _ in range(3):

@@ -90,6 +90,7 @@ METHOD_NAMES = {
 
 COMPRESSION = "in shared memory bytes cost little, and compressing costs the same as ever: use `dense` on one host"
 MEMORY = "all gradients pass through the memory that both cores share; [`shared`](methods/shared.md) moves less of them"
+GPT = "its kernels read and write the gradients and what was kept five times"
 HOOKS = "in a world of one our hooks on the parameters are all that is added: Python's time, in a short step"
 POWERSGD = r"(powersgd)_r(\d)_adds_ms"
 HOST_BOUND = "the host is the bottleneck"  # see find_condition in results.py
@@ -147,6 +148,9 @@ SECTIONS = (
             shown(r"ours_over_bare_cnn_(\d)", "over the bare loop: CNN, {} workers", "x"),
             target(r"ours_over_bare_gpu", "over the bare loop on the GPU: MLP", "x", 1.01, why=HOOKS),
             target(r"ours_over_bare_gpu_cnn", "over the bare loop on the GPU: CNN", "x", 1.01, why=HOOKS),
+            target(r"(allreduce|zero2|zero3)_over_bare_gpt", "over the bare loop: GPT-2 on the GPU, {}", "x", 1.02),
+            target(r"(powersgd)_over_bare_gpt", "over the bare loop: GPT-2 on the GPU, {}", "x", 1.03, why=GPT),
+            shown(r"(ddp|fsdp2)_over_bare_gpt", "over the bare loop: GPT-2 on the GPU, {}", "x"),
             target(r"shared_over_bare_(adamw)_(4)", "over the bare loop: shared, {}, {} workers", "x", 1.0),
             shown(r"shared_over_bare_(adamw)_([^4\D])", "over the bare loop: shared, {}, {} workers", "x"),
             shown(r"shared_over_bare_(sgd)_(\d)", "over the bare loop: shared, {}, {} workers", "x"),

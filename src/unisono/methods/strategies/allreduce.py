@@ -44,7 +44,7 @@ class allreduce(Strategy):
     buffers: "broadcast" rank 0's after every exchange, "average" them, or leave them "local".
     overlap: exchange a bucket as soon as it is full, or all after backward. None: as soon as it is full, but
         where workers share memory and leave no core free, an exchange would only take compute's place: after.
-    bucket_bytes: how much travels together. None: 25 MiB, or 128 MiB where a GPU compresses.
+    bucket_bytes: how much travels together. None: 25 MiB, or 128 MiB where a GPU compresses (1 GiB in a world of one).
     order: of the gradients in the buckets: against that in which parameters are "registered", or as they were "ready"
         in the first window on rank 0.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
+from unisono.methods.kernels.graphs import Graphs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -134,3 +136,28 @@ def test_a_world_of_one_trains_as_on_the_cpu(program: Callable[..., None], spec:
     assert found[1] == right[1]
     for mine, theirs in zip(found[0], right[0], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_a_graph_that_is_freed_while_another_is_recorded() -> None:
+    """The collector does not run meanwhile: CUDA would refuse the recording."""
+    x, thresholds = torch.zeros(4, device="cuda:0"), gc.get_threshold()
+    former, graphs = [Graphs()], Graphs()
+    for _ in range(3):
+        former[0].run("add", [x], lambda: x.add_(1))
+
+    def kernels() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            cycle: list[Any] = [former.pop()]
+            cycle.append(cycle)
+        for _ in range(5):
+            x.add_(1)
+        assert [[i] for i in range(100)]  # enough for the collector to be called
+
+    gc.set_threshold(1, 1, 1)
+    try:
+        for _ in range(3):
+            graphs.run("add", [x], kernels)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not former
+    assert x.tolist() == [18.0] * 4

@@ -568,5 +568,5 @@ def _is_functional() -> bool:
     return frame.f_code.co_filename == torch._ops.__file__
 
 
-# It would compile these where torch's C++ calls one in a compiled program, as DDP does to broadcast buffers.
+# Else they would be compiled where torch's C++ calls one in a compiled program, as DDP does to broadcast buffers.
 hide_from_compiler(*(one for kind in (Group, Work) for one in vars(kind).values() if isinstance(one, FunctionType)))

@@ -67,13 +67,14 @@ class Shape(NamedTuple):
 TINY = Shape(2, 64, 32, 256)
 
 
-def gpt(shape: Shape) -> Any:
-    """Blocks after norms, each added; embedding and head are not tied."""
+def gpt(shape: Shape, heads: int | None = None) -> Any:
+    """Blocks after norms, each added; embedding and head are not tied. `heads`: None: one for each 128 of the width."""
     import torch
     from torch import nn
     from torch.nn import functional as F
 
     width = shape.width
+    count = heads or width // min(128, width)
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -83,8 +84,7 @@ def gpt(shape: Shape) -> Any:
             self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
         def forward(self, x: Any) -> Any:  # (batch, time, width)
-            heads = width // min(128, width)
-            q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, 2))
+            q, k, v = (part.unflatten(2, (count, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, 2))
             seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(seen.transpose(1, 2).flatten(2))
             return x + self.down(F.gelu(self.up(self.norm2(x))))

@@ -8,7 +8,7 @@ and with PyTorch's PowerSGD hook.
 
 Keys:
   compute_ms, busy_ms            the bare step; how long it keeps the GPU busy (less: the host is what holds it up)
-  NAME_adds_ms                   median step with a reducer, less that of the bare loop beside it
+  NAME_adds_ms                   how much longer a step with a reducer takes than the bare one before it (median)
   ddp_adds_ms, torch_hook_r1_adds_ms, torch_hook_r4_adds_ms
   topk_1pct_124m_ms              error feedback, selection of 1 % of 124 M values and packing
   topk_reduce_124m_ms            the whole reduction: that, and the mean scattered into the gradient
@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import finish, interleaved
+from measure import added, finish
 from reducers import SPECS, hook_of, why_not
 
 WIDTH, LAYERS, LENGTH = 768, 12, 1024
@@ -157,19 +157,19 @@ def steps(asked: argparse.Namespace, batch: int) -> dict[str, float]:
     alone = trainer(bare, asked, batch)
     for key, wrap in sides.items():
         try:
-            pair = {"bare": alone, "side": trainer(wrap, asked, batch)}
-            seconds = interleaved(pair, repeats=asked.repeats, warmup=8)
+            side = trainer(wrap, asked, batch)
+            seconds, more = added({"side": side}, alone, repeats=asked.repeats, warmup=8)
         except Exception as error:  # the others are still worth having
             print(f"{key}: failed ({type(error).__name__}: {str(error).splitlines()[0]})", flush=True)
             continue
-        found.setdefault("compute_ms", seconds["bare"] * 1e3)
-        found[key] = (seconds["side"] - seconds["bare"]) * 1e3
-        told = f"{found[key]:7.3f} ms to {seconds['bare'] * 1e3:.2f}"
+        found.setdefault("compute_ms", seconds * 1e3)
+        found[key] = more["side"] * 1e3
+        told = f"{found[key]:7.3f} ms to {seconds * 1e3:.2f}"
         if asked.profile:
-            (count, busy), (bare_count, bare_busy) = device_work(pair["side"]), device_work(alone)
+            (count, busy), (bare_count, bare_busy) = device_work(side), device_work(alone)
             told += f"; {count - bare_count} kernels more, GPU busy {busy - bare_busy:.3f} ms more than {bare_busy:.2f}"
         print(f"{key.removesuffix('_adds_ms'):>22} adds {told}", flush=True)
-        del pair
+        del side
         gc.collect()
         torch.cuda.empty_cache()
     return found

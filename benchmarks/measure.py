@@ -30,6 +30,25 @@ def interleaved(
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
+def added(
+    sides: Mapping[str, Callable[[], Any]], to: Callable[[], Any], *, repeats: int, warmup: int = 2
+) -> tuple[float, dict[str, float]]:
+    """Median seconds of `to`, and the median of what each side takes longer than the `to` right before it: a host
+    whose clock goes up and down does it to both."""
+    own: list[float] = []
+    more: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(warmup + repeats):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            to()
+            between = time.perf_counter()
+            run()
+            if i >= warmup:
+                own.append(between - start)
+                more[name].append(time.perf_counter() - between - own[-1])
+    return statistics.median(own), {name: statistics.median(taken) for name, taken in more.items()}
+
+
 @contextmanager
 def keep_busy(processes: int) -> Iterator[None]:
     """So many other processes compute meanwhile, as on a machine that others use too."""

@@ -4,6 +4,9 @@ Keys: ddp_over_ours_2 and _4 (25 M-parameter MLP, batch 8 a worker), ddp_over_ou
 world_of_one_overhead (our loop over the bare loop, less one), ledger_overhead (what recording a step costs, as a share
 of our step on 2 workers). With --gpu: ddp_over_ours_gpu in a world of one.
 
+--gpt: a loop as one trains GPT-2 (124 M parameters, 16 x 1024 tokens a step, bf16, fused AdamW, compiled by inductor)
+on one GPU: gpt_step_ms of the bare loop, and NAME_over_bare_gpt of each side (--sides: which).
+
 --only shared: the strategy `shared` on the MLP, with fused SGD and fused AdamW on all sides:
 ddp_over_shared_<optimizer>_<workers>, shared_over_bare_<optimizer>_<workers> (AdamW: also shared_over_bare_<workers>),
 ours_over_bare_<optimizer>_<workers> for --workers (2 and 4; 8 where there are as many cores);
@@ -29,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import finish, interleaved, keep_busy
+from measure import added, finish, interleaved, keep_busy
 
 
 def mlp() -> tuple[Any, Any, Any]:
@@ -284,12 +287,79 @@ def on_gpu(repeats: int) -> dict[str, Any]:
     dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0)}
     for name, make in (("gpu", mlp), ("gpu_cnn", cnn)):
-        sides = {side.__name__: trainer(make, side, "cuda") for side in (ddp, ours, bare)}
-        seconds = interleaved(sides, repeats=repeats * 10, warmup=20)
-        print(name, {k: f"{v * 1e3:.3f} ms" for k, v in seconds.items()})
-        results[f"ddp_over_ours_{name}"] = seconds["ddp"] / seconds["ours"]
-        results[f"ours_over_bare_{name}"] = seconds["ours"] / seconds["bare"]
+        sides = {side.__name__: trainer(make, side, "cuda") for side in (ddp, ours)}
+        seconds, more = added(sides, trainer(make, bare, "cuda"), repeats=repeats * 10, warmup=20)
+        print(name, f"{seconds * 1e3:.3f} ms", {k: f"{v * 1e3:.3f} ms more" for k, v in more.items()}, flush=True)
+        results[f"ddp_over_ours_{name}"] = (seconds + more["ddp"]) / (seconds + more["ours"])
+        results[f"ours_over_bare_{name}"] = 1 + more["ours"] / seconds
     dist.destroy_process_group()
+    return results
+
+
+GPT_SIDES = {
+    "allreduce": "allreduce",
+    "zero2": "zero(stage=2)",
+    "zero3": "zero(stage=3)",
+    "powersgd": "powersgd(rank=4)",
+    "ddp": "",
+    "fsdp2": "",
+}
+
+
+def gpt_loop(side: str, model: Any, tokens: Any) -> Any:
+    """One step as a function, until the GPU has done it."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    import unisono as un
+
+    if side == "fsdp2":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    called = torch.compile(torch.nn.parallel.DistributedDataParallel(model) if side == "ddp" else model)
+    if GPT_SIDES.get(side):
+        un.parallel(model, optimizer, GPT_SIDES[side])
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = called(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+
+    return step
+
+
+def on_gpt(repeats: int, names: list[str]) -> dict[str, Any]:
+    """The bare loop, and each side after it."""
+    from copy import deepcopy
+
+    import torch
+    import torch.distributed as dist
+    from gpu_offload import Shape, gpt
+
+    if not {"ddp", "fsdp2"}.isdisjoint(names):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29576")
+        dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    torch.set_float32_matmul_precision("high")
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0)}
+    torch.manual_seed(0)
+    shape = Shape(layers=12, width=768)
+    model = gpt(shape, heads=12).cuda()
+    model.head.weight = model.words.weight
+    tokens = torch.randint(shape.vocabulary, (16, shape.length), device="cuda")
+    plain = gpt_loop("bare", deepcopy(model), tokens)  # copies: what is compiled for one serves the next
+    for name in names:
+        seconds, more = added({name: gpt_loop(name, deepcopy(model), tokens)}, plain, repeats=repeats, warmup=5)
+        print(f"{name} adds {more[name] * 1e3:.2f} ms to {seconds * 1e3:.2f}", flush=True)
+        results.setdefault("gpt_step_ms", seconds * 1e3)
+        results[f"{name}_over_bare_gpt"] = 1 + more[name] / seconds
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return results
 
 
@@ -355,6 +425,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--gpu", action="store_true", help="one GPU, NCCL, a world of one")
+    parser.add_argument("--gpt", action="store_true", help="GPT-2 on one GPU")
+    parser.add_argument("--sides", nargs="+", choices=GPT_SIDES, default=[*GPT_SIDES], help="of --gpt")
     parser.add_argument(
         "--busy", type=int, nargs="?", const=2, default=0, help="so many other processes compute meanwhile"
     )
@@ -365,6 +437,9 @@ def main() -> None:
     asked = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     with keep_busy(asked.busy):
+        if asked.gpt:
+            finish(on_gpt(asked.repeats, asked.sides))
+            return
         if asked.only == "shared":
             finish(on_one_host(asked.repeats, asked.workers or [2, 4, *([8] if cores >= 8 else [])]))
             return

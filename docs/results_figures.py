@@ -90,6 +90,7 @@ METHOD_NAMES = {
 
 COMPRESSION = "in shared memory bytes cost little, and compressing costs the same as ever: use `dense` on one host"
 MEMORY = "all gradients pass through the memory that both cores share; [`shared`](methods/shared.md) moves less of them"
+GPT = "its kernels read and write the gradients and what was kept five times"
 HOOKS = "in a world of one our hooks on the parameters are all that is added: Python's time, in a short step"
 POWERSGD = r"(powersgd)_r(\d)_adds_ms"
 HOST_BOUND = "the host is the bottleneck"  # see find_condition in results.py
@@ -147,6 +148,9 @@ SECTIONS = (
             shown(r"ours_over_bare_cnn_(\d)", "over the bare loop: CNN, {} workers", "x"),
             target(r"ours_over_bare_gpu", "over the bare loop on the GPU: MLP", "x", 1.01, why=HOOKS),
             target(r"ours_over_bare_gpu_cnn", "over the bare loop on the GPU: CNN", "x", 1.01, why=HOOKS),
+            target(r"(allreduce|zero2|zero3)_over_bare_gpt", "over the bare loop: GPT-2 on the GPU, {}", "x", 1.02),
+            target(r"(powersgd)_over_bare_gpt", "over the bare loop: GPT-2 on the GPU, {}", "x", 1.03, why=GPT),
+            shown(r"(ddp|fsdp2)_over_bare_gpt", "over the bare loop: GPT-2 on the GPU, {}", "x"),
             target(r"shared_over_bare_(adamw)_(4)", "over the bare loop: shared, {}, {} workers", "x", 1.0),
             shown(r"shared_over_bare_(adamw)_([^4\D])", "over the bare loop: shared, {}, {} workers", "x"),
             shown(r"shared_over_bare_(sgd)_(\d)", "over the bare loop: shared, {}, {} workers", "x"),
@@ -465,8 +469,11 @@ SECTIONS = (
         "SGD and DiLoCo: a character transformer of 5 M parameters, an exchange every 10 steps, equal settings, over "
         "loopback. Ray Train 2.60 starts all workers again from a checkpoint written every 10 steps; ours continues "
         "inside the same Ray. hivemind 1.1.12: 100 MB averaged by 2 peers, without its matchmaking; and 10 MB by 3, of "
-        "which one is killed in mid-round. The machine was busy on 2026-11-19, most of all for Ray Train and torchft.",
-        ("with_torchft", "with_torchft_local", "with_trainers", "with_ray_train", "with_deepspeed", "with_hivemind"),
+        "which one is killed in mid-round; it leaves that one's numbers out and ends the round, and the share that the "
+        "lost one was to average stays different on the others. Horovod 0.28.1 over its gloo. The machine was busy on "
+        "2026-11-19, most of all for Ray Train and torchft.",
+        ("with_torchft", "with_torchft_local", "with_trainers", "with_ray_train", "with_deepspeed", "with_hivemind",
+         "with_horovod"),
         (
             faster(r"torchft_over_ours_step", "the step of torchft over ours", 2.0),
             faster(r"torchft_recovery_over_ours", "from a kill to the next step, torchft over ours", 10.0),
@@ -492,9 +499,13 @@ SECTIONS = (
             shown(r"ray_train_steps_repeated", "steps made again after a kill, Ray Train", ""),
             shown(r"ours_on_ray_steps_repeated", "the same, ours on Ray", ""),
             faster(r"deepspeed_over_ours_zero_(\d)", "the step of DeepSpeed's ZeRO {} over ours", 1.5),
+            faster(r"horovod_over_ours_step", "the step of Horovod over ours"),
+            faster(r"horovod_over_ours_(100mb|4kb)", "an all-reduce of {}, Horovod over ours"),
             faster(r"hivemind_over_ours_average", "an average, hivemind over ours", 2.0),
             faster(r"hivemind_over_ours_after_loss", "from a kill in mid-round to the next mean, hivemind over ours",
-                   why="one kill; ours gives the step up and repeats it, what hivemind does was not examined"),
+                   why="one kill; hivemind ends the round without the lost one's numbers, ours repeats it"),
+            shown(r"hivemind_same_after_loss", "of the numbers, alike on both others after that round, hivemind", "%"),
+            shown(r"hivemind_whole_after_loss_s", "until a later mean, hivemind, without its matchmaking", "s"),
             shown(r"hivemind_no_mean_again", "of these kills, those after which hivemind had no mean", ""),
         ),
     ),

@@ -43,6 +43,7 @@ print(json.dumps({"gpu": found, "torch": torch.__version__, "python": platform.p
 """
 BENCHMARKS = {  # with arguments that take a few minutes, and the minutes that they are known to take
     "step.py --gpu": 1.0,
+    "step.py --gpt": 4.0,
     "zero.py --optimizer muon --gpu": 3.0,
     "checkpoints.py --gpu --layers 14 --repeats 2": 5.0,
     "gpu_offload.py --parts floors": 2.0,
@@ -230,7 +231,7 @@ def tell(pieces: Sequence[Piece], done: dict[str, Record], asked: argparse.Names
         tests = "".join(f"\n    {name}" for name in record.get("failed", ()))
         print(f"{record['status']}: {record['piece']}, output in {asked.state.parent}{tests}")
     print(f"{len(done) - len(bad)} of {len(pieces)} pieces passed, {len(bad)} did not, {len(left)} are left", end="")
-    print(f" (the same command runs them): {', '.join(left)}" if left else "")
+    print(f" (the same command runs them): {', '.join(left)}" if left and not asked.list else "")
     return 1 if bad else 0
 
 

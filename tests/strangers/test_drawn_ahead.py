@@ -404,10 +404,28 @@ def test_a_loss_of_a_batch_that_is_not_known_is_refused() -> None:
 # The hooks on the model -------------------------------------------------------------------------------------------
 
 
+def test_a_model_has_them_from_when_parts_are_uneven() -> None:
+    def work(world: World) -> None:
+        models = [mlp(), mlp()]
+        replicas = [un.parallel(models[0], sgd(models[0]), world=world)]
+        un.shard(SAMPLES, 2 * world.size, world=world, drop_last=True)
+        assert not models[0]._forward_pre_hooks
+        un.shard(SAMPLES, 2 * world.size + 1, world=world)
+        replicas.append(un.parallel(models[1], sgd(models[1]), world=world))
+        assert all(len(model._forward_pre_hooks) == len(model._forward_hooks) == 1 for model in models)
+        for replica in replicas:
+            replica.close()
+        assert not any(model._forward_pre_hooks or model._forward_hooks for model in models)
+
+    run_threads(work, 2)
+
+
 def test_a_model_may_be_compiled_as_one_graph_copied_and_saved(tmp_path: Any) -> None:
     def work(world: World) -> None:
         model = mlp()
         replica = un.parallel(model, sgd(model), world=world)
+        world.batch_weights.is_needed = True
+        assert model._forward_pre_hooks
         if world.rank == 0:
             torch.compile(model, backend="eager", fullgraph=True)(SAMPLES[:2])
             torch.save(model, tmp_path / "model.pt")

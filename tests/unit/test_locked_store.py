@@ -306,3 +306,21 @@ def test_a_group_that_the_program_makes_after_us_meets_in_the_same_store(monkeyp
     finally:
         dist.destroy_process_group()
         stores._served[("127.0.0.1", port)].close()
+
+
+@pytest.mark.parametrize("open_it", [stores.open_tcp_store, stores.open_locked_store], ids=["torch's", "ours"])
+def test_who_waits_long_for_the_store_says_so_once(
+    open_it: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that the cluster's DNS does not know, for example: the end of the wait would be five minutes away."""
+    for module in (stores, locked_store):
+        monkeypatch.setattr(module, "SAID_AFTER_S", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    secret = () if open_it is stores.open_tcp_store else (SECRET,)
+    with pytest.raises(PeerLost, match=r"no store answers at 127\.0\.0\.1:"):
+        open_it("127.0.0.1", port, *secret, serve=False, timeout_s=0.3)
+    said = capsys.readouterr().err
+    assert said.count("unisono: no store answers at 127.0.0.1:") == 1
+    assert "Connection refused" in said
+    assert said.endswith("; still trying\n")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from unisono.methods.strategy import PeriodicReplica, Strategy
 from unisono.world import World
@@ -185,3 +187,27 @@ def test_a_scaler_is_left_as_it_was_once_nobody_watches_it() -> None:
             scaler.update = above = lambda: None  # type: ignore[method-assign]
         replica.close()
         assert scaler.update is (above if wrapped else theirs)
+
+
+class Beginner(Recorder):
+    """Does a little with tensors before a forward, and makes a lock, as methods do."""
+
+    def begin_window(self) -> None:
+        super().begin_window()
+        with threading.Lock():
+            torch.zeros(2).add_(1)
+
+
+def test_a_compiled_model_stays_one_graph() -> None:
+    """What runs before its forward is not compiled with it."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = Beginner(model, optimizer, World())
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs)
+    for _ in range(3):
+        compiled(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    replica.sync()
+    assert (graphs.frame_count, graphs.op_count) == (1, 1)
+    assert replica.seen == [1, 2, 3]

@@ -75,6 +75,23 @@ def test_training_goes_on_from_parts_as_if_it_had_not_stopped(tmp_path: Path, ri
     check_same(state_of(train(replica, 2, seed=1)), straight)
 
 
+def test_a_learning_rate_that_is_a_tensor_comes_back_as_one(tmp_path: Path) -> None:
+    def make_replica(world: World) -> Any:
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+        return un.parallel(model, optimizer, "zero(stage=1)", world=world)
+
+    def load(world: World) -> Any:
+        replica = make_replica(world)
+        replica.optimizer.param_groups[0]["lr"].fill_(1.0)
+        un.load(tmp_path, replica)
+        return replica.optimizer.param_groups[0]["lr"]
+
+    run_threads(lambda world: un.save(tmp_path, make_replica(world)), 2)
+    for found in run_threads(load, 2):
+        assert torch.equal(found, torch.tensor(0.25))
+
+
 def test_a_rank_reads_its_own_part_and_little_more(tmp_path: Path) -> None:
     saved = save_split(tmp_path, 2)
     parts = sum(x.numel() for name, x in saved.items() if x.dim() and "running" not in name)

@@ -304,12 +304,15 @@ def test_a_stream_that_cannot_be_cut_uses_its_own_state() -> None:
     assert [x for batch in other for x in batch] == list(range(50))  # the next epoch begins at its start
 
 
-def test_tensors_come_from_loader_processes_as_they_are() -> None:
-    class Tensors(Own):
-        def read_part(self, name: str, at: int | None) -> Iterator[tuple[Any, int]]:
-            for i, after in super().read_part(name, at):
-                yield (torch.full((2, 3), float(i), dtype=torch.bfloat16), {"n": torch.tensor(i)}), after
+class Tensors(Own):
+    """A local class cannot be sent to loader processes, which Python 3.14 no longer forks."""
 
+    def read_part(self, name: str, at: int | None) -> Iterator[tuple[Any, int]]:
+        for i, after in super().read_part(name, at):
+            yield (torch.full((2, 3), float(i), dtype=torch.bfloat16), {"n": torch.tensor(i)}), after
+
+
+def test_tensors_come_from_loader_processes_as_they_are() -> None:
     def read(workers: int) -> list[Any]:
         return list(un.shard(Tensors([9, 8, 7]), 5, num_workers=workers, shuffle=True, world=un.World()))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from whole_tensor_optimizers import MAKERS, Lamb, MyMuon, Signs, Soap, Together, muon
+from whole_tensor_optimizers import MAKERS, Codes, Lamb, MyMuon, Signs, Soap, Together, muon
 
 import unisono as un
 from pairs import cover_pairs
@@ -107,6 +107,8 @@ HYBRID = ["zero(stage=1, within=2)", "zero(stage=2, within=2)", "zero(stage=3, w
         *itertools.product(["allreduce", "shared", "zero(stage=3)"], [3], ["muon", "soap", "adafactor"]),
         ("zero(stage=2, optimizer_on=cpu)", 2, "muon"),
         ("zero(stage=3, within=2)", 4, "muon"),
+        ("zero(stage=2)", 2, "codes"),
+        ("shared", 3, "codes"),
     ],
 )
 def test_a_checkpoint_moves_between_all_layouts_bit_by_bit(before: str, size: int, maker: str, tmp_path: Path) -> None:
@@ -257,6 +259,8 @@ def test_kinds_are_known_declared_or_tried() -> None:
     for tensorwise in (torch.optim.Muon, MyMuon, torch.optim.Adafactor, Lamb, Soap):
         assert kind_of(tensorwise) == "tensors"
     assert kind_of(Signs) == "elements"
+    assert kind_of(Codes) == "elements"  # all its tensors are small
+    assert kind_of(lambda params: Codes(params, large=24)) == "tensors"
     assert kind_of(lambda params: declare(Together(params), True)) == "tensors"
     assert kind_of(lambda params: declare(Signs(params), True)) == "tensors"
     groups = [{"params": [nn.Parameter(torch.ones(2, 2))], "whole_tensors": True}]

@@ -73,6 +73,30 @@ class Signs(torch.optim.Optimizer):
                     p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
+class Codes(torch.optim.Optimizer):
+    """Momentum, which large tensors keep in 8 bits: codes, and the size of what they stand for."""
+
+    def __init__(self, params: Any, lr: float = 0.05, large: int = 30) -> None:
+        super().__init__(params, {"lr": lr, "large": large})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if p.numel() < group["large"]:
+                    m = state.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                else:
+                    if not state:
+                        state.update(codes=torch.full_like(p, 128, dtype=torch.uint8), size=p.new_zeros(1))
+                    m = (state["codes"].to(p.dtype) - 128) / 127 * state["size"] * 0.9 + p.grad
+                    state["size"] = m.abs().max().view(1)
+                    state["codes"] = (m / state["size"] * 127 + 128).round().to(torch.uint8)
+                p.sub_(m, alpha=group["lr"])
+
+
 class Together(Signs):
     """One whose step of a tensor depends on the others."""
 
@@ -109,5 +133,6 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "my muon": lambda model: muon(model, MyMuon),
     "soap": soap,
     "lamb": lambda model: Lamb(model.parameters()),
+    "codes": lambda model: Codes(model.parameters()),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05),
 }

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # a bucket of less is not worth a message of its own
 LARGE_BUCKET_BYTES = 128 << 20  # where launching kernels takes longer than what they do
+ALONE_BUCKET_BYTES = 1 << 30  # where they are all that a bucket costs
 _ALIGN_BYTES = 64  # each tensor starts on a cache line
 APART_BYTES = 256 << 10  # from here on, copying a tensor into a line costs more than a call for it alone
 _PARTS = 8  # parts of a bucket kept: those of methods that choose anew come and go

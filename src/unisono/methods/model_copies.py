@@ -1,4 +1,5 @@
-"""Copies of a model: hooks of ours stay behind, and what a model keeps that Python cannot copy is shared with it."""
+"""Hooks of ours on a model: what copies a model leaves them behind, and what compiles it leaves them alone. What a
+model keeps that Python cannot copy is shared with its copy."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -44,6 +46,17 @@ def _reduce_others(hooks: weakref.ref[OrderedDict[int, Any]], protocol: object) 
     every = hooks() or OrderedDict()
     others = [item for item in every.items() if not isinstance(getattr(item[1], "hook", item[1]), _OwnHook)]
     return OrderedDict, (), None, None, iter(others)
+
+
+def hide_from_compiler(*functions: Any) -> None:
+    """Have torch.compile leave these functions alone, and what they call. (`torch.compiler.disable` does that too, but
+    loads the compiler for it: seconds, also of programs that compile nothing.)"""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for function in functions:
+            function._torchdynamo_disable = True
+            frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def copy_model(model: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from unisono.launchers.runtime.frames import warn_user
 from unisono.methods.model_copies import add_hook
 from unisono.world.transports.arithmetic import count_span_bytes
 
-__all__ = ["BatchWeights", "Drawn", "WeightListener", "watch_calls"]
+__all__ = ["BatchWeights", "CallHooks", "Drawn", "WeightListener"]
 
 MemorySpan = tuple[StorageWeakRef, int, int]  # of a tensor: its storage, first byte and end
 _MOST_BATCHES, _MOST_TENSORS = 64, 32  # that are remembered, and looked at in a batch
@@ -74,7 +74,8 @@ class BatchWeights:
     """The batch weights of one world on this rank; nothing is tracked while all parts are even."""
 
     def __init__(self) -> None:
-        self.is_needed = False  # some shard has uneven parts
+        self._is_needed = False
+        self._calls: weakref.WeakSet[CallHooks] = weakref.WeakSet()  # of the models that are bound
         self._listeners: weakref.WeakSet[WeightListener] = weakref.WeakSet()
         self._lock = threading.RLock()  # a thread of the program's may draw ahead, and the collector may end a pass
         self._drawn: list[Drawn] = []  # in their order
@@ -98,6 +99,18 @@ class BatchWeights:
     def weight(self) -> float:
         """The weight of the batch in use."""
         return self._current.weight
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether some shard has uneven parts, or batches are followed for another reason."""
+        return self._is_needed
+
+    @is_needed.setter
+    def is_needed(self, value: bool) -> None:
+        self._is_needed = value
+        if value:
+            for calls in list(self._calls):
+                calls.put_on()
 
     def about(self, shard: str) -> Any:
         """What a shard noted of the batch in use as it gave it out; None if that is not known to be one of its own."""
@@ -169,9 +182,12 @@ class BatchWeights:
 
     # Calls of the model ------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
+    def watch(self, calls: CallHooks) -> None:
         """Called when a model is bound, in the thread that will call it."""
         self._thread = threading.get_ident()
+        self._calls.add(calls)
+        if self.is_needed:
+            calls.put_on()
 
     def begin_call(self, inputs: Any, *, is_whole: bool) -> None:
         """Find the batch that the model (without `is_whole`: a module in it) is called with."""
@@ -368,18 +384,31 @@ class _CallHook:
             weights.begin_call((args, kwargs), is_whole=self._is_whole)
 
 
-def watch_calls(modules: Iterable[nn.Module], owner: Any, *, is_whole: bool) -> list[Any]:
-    """Let the weights of `owner.world` follow the calls of these modules; returns the hooks, to be removed."""
-    owner.world.batch_weights.watch()
-    hook = _CallHook(weakref.ref(owner), is_whole)
-    return [
-        handle
-        for module in modules
-        for handle in (
-            add_hook(module.register_forward_pre_hook, hook, with_kwargs=True),
-            add_hook(module.register_forward_hook, hook, with_kwargs=True),
-        )
-    ]
+class CallHooks:
+    """Hooks on the calls of some modules, which the weights of `owner.world` follow. They are put on when batches are
+    first followed: until then a call costs nothing."""
+
+    def __init__(self, modules: Iterable[nn.Module], owner: Any, *, is_whole: bool) -> None:
+        self._modules, self._hook = list(modules), _CallHook(weakref.ref(owner), is_whole)
+        self._handles: list[Any] = []
+        owner.world.batch_weights.watch(self)
+
+    def put_on(self) -> None:
+        """Put them on the modules, once."""
+        modules, self._modules = self._modules, []
+        for module in modules:
+            for register in (module.register_forward_pre_hook, module.register_forward_hook):
+                self._handles.append(add_hook(register, self._hook, with_kwargs=True))
+
+    def follow(self, world: Any) -> None:
+        """The owner is in another world."""
+        world.batch_weights.watch(self)
+
+    def remove(self) -> None:
+        """Take them off, for good."""
+        self._modules = []
+        for handle in self._handles:
+            handle.remove()
 
 
 def _find_by_size(batches: Sequence[Drawn], inputs: Any) -> _Call | None:

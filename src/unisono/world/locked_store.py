@@ -18,7 +18,13 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 from unisono.launchers.runtime.channel import Channel, NotProven, connect_once
 from unisono.launchers.runtime.store_server import ANSWER, MessageReader, send_message
 from unisono.world.transports import PeerLost
-from unisono.world.transports.connections import describe_no_store, is_closed, limit_silence_of
+from unisono.world.transports.connections import (
+    SAID_AFTER_S,
+    describe_no_store,
+    is_closed,
+    limit_silence_of,
+    say_no_store,
+)
 
 __all__ = ["LockedStore"]
 
@@ -217,7 +223,7 @@ class LockedStore(Store):
         return connection
 
     def _connect_first(self, timeout_s: float) -> _Connection:
-        deadline, refusals = time.monotonic() + timeout_s, 0
+        deadline, say_at, refusals = time.monotonic() + timeout_s, time.monotonic() + SAID_AFTER_S, 0
         while True:
             try:
                 return self._connect(max(0.1, min(_ATTEMPT_S, deadline - time.monotonic())))
@@ -230,6 +236,9 @@ class LockedStore(Store):
                     ) from None
                 if time.monotonic() > deadline:
                     raise describe_no_store(self.host, self.port, timeout_s, error) from None
+                if time.monotonic() > say_at:
+                    say_at = deadline
+                    say_no_store(self.host, self.port, error)
             time.sleep(0.02)
 
     def _drop(self, connection: _Connection) -> None:

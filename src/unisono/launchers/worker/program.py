@@ -141,6 +141,7 @@ def _await_editor() -> None:
     """With `unisono run --debugpy`: listen at this rank's port until an editor's debugger is attached."""
     kind, _, port = os.environ.get("UNISONO_PDB", "").partition(":")
     if kind == "debugpy":
+        os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # it warns of Python's own frozen modules
         debugpy = importlib.import_module("debugpy")
         debugpy.listen(("127.0.0.1", int(port) + int(os.environ.get("RANK", "0"))))
         debugpy.wait_for_client()

@@ -62,7 +62,8 @@ class Exchange(BackwardWatcher):
         self._lane = SerialQueue("unisono exchange")
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
         self._apart_bytes = APART_BYTES if apart and self._cuda is None else None
-        self._is_alone = self._cuda is not None and world.size == 1  # nothing travels: kernels in the program's order
+        self._is_alone = self._cuda is not None and world.size == 1  # nothing travels: all at the end, in its order
+        self.takes_each = not self._is_alone
         self._stream = torch.cuda.Stream() if world.has_nccl and any(p.is_cuda for _, p in self.named) else None
         self.noise: NoiseScale | None = None  # measures own gradients and their mean, of exact exchanges
         self._kept_local = False  # gradients of a no_sync pass are waiting
@@ -339,6 +340,12 @@ class Exchange(BackwardWatcher):
     def _settle(self, used: list[int]) -> list[int]:
         """Exchange the last bucket, and wait for all that is under way; what some rank used, and whether a learning
         rate fell on one."""
+        if self._is_alone:
+            for _ in self.buckets[-1:]:
+                self._launch()
+            self._reduction.drain()
+            self._tail(used)
+            return used
         flags, carried = torch.tensor(used, dtype=torch.uint8), False
         jobs: list[Callable[[], None]] = []
         if self.buckets:
@@ -347,12 +354,9 @@ class Exchange(BackwardWatcher):
                 flags = last.flat[last.layout.numel :].copy_(flags)
             jobs.append(self._take_next())
         jobs.append(self._reduction.drain)
-        if self._is_alone or self._stream is not None:
+        if self._stream is not None:
             while jobs:
                 self._run(jobs.pop(0))
-        if self._is_alone:
-            self._tail(used)
-            return used
         found: list[int] = []
 
         def agree() -> None:
@@ -462,13 +466,21 @@ class _Memory:
         """Whether someone else holds one of these gradients, or another tensor lies in this memory."""
         if self._users is None:  # nothing was handed over yet
             return False
-        views = self.tensors
-        held = any(sys.getrefcount(views[k]) > UNSHARED or _count_holders(views[k]) > 1 for k in which)
-        return held or _count_users(self.flat) > self._users
+        return is_any_held([self.tensors[k] for k in which]) or _count_users(self.flat) > self._users
 
 
 # Of a tensor that one list, or one object, holds: of what `sys.getrefcount(views[k])` counts.
 UNSHARED = next(sys.getrefcount(views[k]) for views in [[torch.empty(1, dtype=torch.uint8)]] for k in [0])
+
+
+def is_any_held(views: list[Tensor]) -> bool:
+    """Whether anyone holds one of these tensors, but for this list and one other. It is asked of all gradients in each
+    step, so without a line of Python for each."""
+    return max(map(sys.getrefcount, views), default=0) > _TWICE or max(map(_use_count, views), default=0) > 1
+
+
+_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+_TWICE = next(max(map(sys.getrefcount, [*views])) for views in [[torch.empty(1, dtype=torch.uint8)]])
 
 
 def sparse_values(params: Iterable[Parameter]) -> list[Tensor]:

@@ -227,7 +227,7 @@ class Reduction:
         pairs = [
             (view, mean)
             for view, mean in zip(bucket.tensors, reduced.mean, strict=True)
-            if view.data_ptr() != mean.data_ptr() or view.stride() != mean.stride()
+            if view is not mean and (view.data_ptr() != mean.data_ptr() or view.stride() != mean.stride())
         ]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [mean for _, mean in pairs])
@@ -237,6 +237,8 @@ class Reduction:
         found = [reduced.find_overflow() for reduced in self._window]
         if others or not found:
             found.append(find_overflow(others))
+        if len(found) == 1:
+            return found[0]
         return torch.stack([x.to(found[0].device) for x in found]).sum(dtype=torch.float32)
 
     def end_window(self, others: Sequence[Tensor] = (), *, void: bool = False) -> None:
@@ -250,7 +252,7 @@ class Reduction:
         lines = any(reduced.lines for reduced in self._window)
         overflow = self.find_overflow(others) if lines or self._leftovers else None
         if void and overflow is not None:
-            overflow.fill_(math.nan)
+            overflow = torch.full_like(overflow, math.nan)
         if self._leftovers and overflow is not None and math.isnan(overflow.item()):
             for bucket, entries in self._leftovers.items():
                 self._parked |= entries

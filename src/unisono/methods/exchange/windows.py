@@ -140,7 +140,8 @@ class Counter(Windows):
     every pass that was seen, those inside `no_sync` too.
 
     `late`: a window is counted after the optimizer's step, or where AMP skipped that, with the next pass. A GPU is
-    still at work on the step then, so counting holds nothing up.
+    still at work on the step then, so counting holds nothing up. The pass counts as over with the parameter's gradient,
+    so it is to be one that backward reaches last.
     """
 
     def __init__(
@@ -158,13 +159,14 @@ class Counter(Windows):
         self._due = False  # a window has ended, and is to be counted
         self._noted = False  # a pass has reached some parameter, and is not counted
         end, note = weakref.WeakMethod(self._end), weakref.WeakMethod(self._note)
-        self._hooks = [param.register_post_accumulate_grad_hook(partial(at_the_end, end))]
+        at_last = partial(if_alive, end, "") if late else partial(at_the_end, end)
+        self._hooks = [param.register_post_accumulate_grad_hook(at_last)]
         self._hooks += [p.register_post_accumulate_grad_hook(partial(if_alive, note, "")) for p in others]
 
     def _note(self, _name: str, _param: Tensor) -> None:
         self._noted |= not self._local
 
-    def _end(self) -> None:
+    def _end(self, *_: Any) -> None:
         self._noted = False
         if self._end_pass is not None:
             self._end_pass()
@@ -217,6 +219,8 @@ class BackwardWatcher(Windows):
     soon as it has been accumulated, and `end_pass`. If a peer is lost meanwhile and ranks may come and go, the rest of
     the pass is not exchanged.
     """
+
+    takes_each = True  # whether `take` is called; else all gradients are seen to in `end_pass`
 
     def __init__(self, world: World, *, accumulate: int, advance: Callable[[], None]) -> None:
         super().__init__(accumulate, advance)
@@ -275,7 +279,7 @@ def _on_gradient(watcher: weakref.ref[BackwardWatcher], key: Any, _: Tensor) -> 
     task = torch._C._current_graph_task_id()
     if task != alive._task:
         alive.world.run_tolerating_loss(partial(alive._begin, task, key))
-    if alive.world.elastic is None or not alive.world.elastic.is_idle:
+    if alive.takes_each and (alive.world.elastic is None or not alive.world.elastic.is_idle):
         alive.take(key)
 
 
@@ -310,9 +314,10 @@ def scale_gradient(weight: float, grad: Tensor) -> Tensor:
 
 def count_windows(model: nn.Module, accumulate: int, advance: Callable[[], None], *, late: bool = False) -> Counter:
     """Count windows by the parameter that backward reaches first, for a model that exchanges no gradients; `late`, if
-    that is on a GPU: see `Counter`."""
-    last = [p for p in model.parameters() if p.requires_grad][-1]
-    return Counter(last, accumulate=accumulate, advance=advance, late=late and last.is_cuda)
+    that is on a GPU, by the one that it reaches last: see `Counter`."""
+    first, *_, last = [p for p in model.parameters() if p.requires_grad] * 2
+    late = late and first.is_cuda
+    return Counter(first if late else last, accumulate=accumulate, advance=advance, late=late)
 
 
 # A hook on a parameter is kept where Python's collector does not look: it must not hold what holds the parameter.

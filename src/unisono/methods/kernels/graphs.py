@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,11 +50,17 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                kernels()
-            finally:
-                graph.capture_end()
+        collects = gc.isenabled()
+        gc.disable()  # the collector may free another graph, which breaks a recording off
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    kernels()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         torch.cuda.current_stream(device).wait_stream(stream)
         return graph

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.methods.kernels.select import count_kept, find_largest_of_rows, narrow_to
+from unisono.methods.kernels.select import count_kept, find_largest_of_rows, narrow_to, pick
 
 
 class Piece(NamedTuple):
@@ -74,7 +74,7 @@ class SparseSets:
         they are travel in `dtype`."""
         inside = self._select(line)
         places = inside + self._find_starts()
-        picked = line.index_select(0, places)
+        picked = pick(line, places)
         if self._bits is None:
             values = narrow_to(picked, dtype)
             packed = pack(inside, self._place_bits)

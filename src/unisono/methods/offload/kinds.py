@@ -59,7 +59,9 @@ def find_kind(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
         return "tensors"
     if type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch."):
         return "elements"
-    return _try(OwnRule(optimizer, keeps_attributes=True), read_settings(group))
+    rule, settings = OwnRule(optimizer, keeps_attributes=True), read_settings(group)
+    kind = _try(rule, settings)
+    return "tensors" if kind == "elements" and _keeps_blocks(rule, settings, group["params"]) else kind
 
 
 def _check_matrices(bases: Sequence[str], group: dict[str, Any]) -> None:
@@ -126,6 +128,22 @@ def _refuse(rule: OwnRule, why: str) -> ValueError:
         f"so: optimizer.{DECLARED} = False, if every element is stepped separately; = True, if every tensor is. If its "
         "step looks at several tensors together, use the allreduce strategy"
     )
+
+
+def _keeps_blocks(rule: OwnRule, group: Settings, params: Sequence[Tensor]) -> bool:
+    """Whether another state is kept for a large tensor than for a small one: codes of 8 bits, say, and what a block of
+    them has in common, which go with no part of the tensor."""
+    found = []
+    for size in (_CUT, min(_LARGE, max((param.numel() for param in params), default=0))):
+        leaf = torch.nn.Parameter(torch.ones(size), requires_grad=False)
+        leaf.grad, state = torch.ones(size), rule.first_state(group, leaf)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            rule.step(dict(group), [leaf], [state])
+        found.append({k: v.is_floating_point() if isinstance(v, Tensor) else None for k, v in state.items()})
+    return found[0] != found[1]
+
+
+_LARGE = 1 << 20  # elements of a tensor that is tried, at most
 
 
 # Owners ---------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 Slices = list[tuple[slice, slice]]
+_KEPT = 8  # subsets of a bucket that are remembered: those of methods that choose anew come and go
+_cuts: WeakKeyDictionary[Bucket, dict[tuple[int, ...], _Cut]] = WeakKeyDictionary()
 _lines: WeakKeyDictionary[Bucket, State] = WeakKeyDictionary()  # by subset: its last state, memory for the next
 
 
@@ -44,12 +46,13 @@ class Vectors:
 
     def __init__(self, bucket: Bucket) -> None:
         pairs = zip(bucket.starts, bucket.tensors, strict=True)
-        self._places = [(at, x.numel()) for at, x in pairs if x.dim() < 2 and x.numel()]
-        self.lengths = [n for _, n in self._places]
+        places = [slice(at, at + x.numel()) for at, x in pairs if x.dim() < 2 and x.numel()]
+        self.lengths = [there.stop - there.start for there in places]
+        self._stretches = _Stretches(places, bucket.flat.numel())
 
     def views(self, line: Tensor) -> list[Tensor]:
         """Views of them in a line of the bucket's layout."""
-        return [line[at : at + n] for at, n in self._places]
+        return self._stretches.of(line)
 
     def take(self, line: Tensor) -> Tensor:
         """Their numbers, one tensor after the other."""
@@ -96,7 +99,7 @@ def reduce_subsets(
     lines: dict[Tensor, Tensor] = {}  # a line that subsets have in common gets one that follows it
     for i, b, (_, after) in zip(live, buckets, results, strict=True):
         if subsets[i].reducer is not None:
-            _follow_lines(bucket, subsets[i].state, lines, spare, f"{i}/")
+            _follow_lines(bucket, subsets[i].which, subsets[i].state, after, lines, spare, f"{i}/")
             widen(bucket, subsets[i].which, b, subsets[i].state, after)
             _lines[b] = after
 
@@ -127,7 +130,7 @@ def _narrow_state(part: Bucket, whole: Bucket, subset: Subset) -> State:
 
 def average_in_place(bucket: Bucket, which: Sequence[int], world: World) -> Stages:
     """The exact mean of some of a bucket's tensors, where they lie."""
-    lines = [bucket.flat[here] for here, _ in find_runs(bucket, which)]
+    lines = _cut(bucket, which).whole.of(bucket.flat)
     handle = world.all_reduce(lines, "mean", tag=bucket.tag)
     yield
     handle.wait()
@@ -178,9 +181,43 @@ def find_runs(bucket: Bucket, which: Sequence[int]) -> Slices:
     return found
 
 
+class _Stretches:
+    """Some stretches of a line, in order, as views: in one call, whatever their number."""
+
+    def __init__(self, places: Sequence[slice], numel: int) -> None:
+        ends = [0, *(end for there in places for end in (there.start, there.stop)), numel]
+        self._lengths = [b - a for a, b in itertools.pairwise(ends)]  # between them and of them, in turn
+
+    def of(self, line: Tensor) -> list[Tensor]:
+        """These stretches."""
+        return list(line.split(self._lengths)[1::2])
+
+    def rest(self, line: Tensor) -> list[Tensor]:
+        """What lies around them."""
+        return [x for x in line.split(self._lengths)[::2] if x.numel()]
+
+
+class _Cut(NamedTuple):
+    """Where some tensors lie: in the bucket's line, and in that of a bucket that holds only them."""
+
+    whole: _Stretches
+    part: _Stretches
+
+
+def _cut(bucket: Bucket, which: Sequence[int]) -> _Cut:
+    known, key = _cuts.setdefault(bucket, {}), tuple(which)
+    if key not in known:
+        if len(known) == _KEPT:
+            known.clear()
+        there, here = zip(*find_runs(bucket, which), strict=True) if which else ((), ())
+        known[key] = _Cut(_Stretches(there, bucket.flat.numel()), _Stretches(here, here[-1].stop if here else 0))
+    return known[key]
+
+
 def narrow(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, memory: State) -> State:
     """The state of some tensors, for a bucket that holds only them. Lines are copied, into `memory` where it fits."""
     found: State = {}
+    cut = _cut(bucket, which)
     for key, value in state.items():
         old = memory.get(key)
         if isinstance(value, dict):
@@ -188,36 +225,48 @@ def narrow(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, mem
         elif isinstance(value, Tensor):
             if not isinstance(old, Tensor) or old.dtype != value.dtype or old.shape != part.flat.shape:
                 old = value.new_empty(part.flat.numel())
-            for there, here in find_runs(bucket, which):
-                old[here].copy_(value[there])
+            torch._foreach_copy_(cut.part.of(old), cut.whole.of(value))
             found[key] = old
         else:
             found[key] = [value[i] for i in which] if isinstance(value, list) else value
     return found
 
 
-def _follow_lines(bucket: Bucket, state: State, lines: dict[Tensor, Tensor], spare: SpareLines, path: str) -> None:
-    """Put a copy in the place of every line."""
+def _follow_lines(
+    bucket: Bucket,
+    which: Sequence[int],
+    state: State,
+    after: State,
+    lines: dict[Tensor, Tensor],
+    spare: SpareLines,
+    path: str,
+) -> None:
+    """Put a copy in the place of every line, but for what `widen` is about to write there."""
     for key, value in state.items():
+        inside = after.get(key)
         if isinstance(value, dict):
-            _follow_lines(bucket, value, lines, spare, f"{path}{key}/")
+            _follow_lines(bucket, which, value, inside if inside is not None else {}, lines, spare, f"{path}{key}/")
         elif isinstance(value, Tensor):
             if value not in lines:
-                lines[value] = spare.beside(bucket, value, path + key).copy_(value)
+                lines[value] = spare.beside(bucket, value, path + key)
+                whole = _cut(bucket, which).whole
+                new, old = ([x] if inside is None else whole.rest(x) for x in (lines[value], value))
+                if new:
+                    torch._foreach_copy_(new, old)
             state[key] = lines[value]
 
 
 def widen(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, after: State) -> State:
     """Write what a subset's reducer left into the whole bucket's state. An entry of a list that is None says nothing
     new."""
+    cut = _cut(bucket, which)
     for key, value in after.items():
         if isinstance(value, dict):
             widen(bucket, which, part, state.setdefault(key, {}), value)
         elif isinstance(value, Tensor):
             if key not in state:
                 state[key] = value.new_zeros(bucket.flat.numel())
-            for there, here in find_runs(bucket, which):
-                state[key][there].copy_(value[here])
+            torch._foreach_copy_(cut.whole.of(state[key]), cut.part.of(value))
         elif isinstance(value, list):
             entries = state.setdefault(key, [None] * len(bucket.names))
             for i, entry in zip(which, value, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
@@ -258,7 +259,7 @@ class _Plan:
 
     def read_q(self, entries: Sequence[Tensor | None]) -> Tensor:
         """The line of a state's Q. One that comes from elsewhere, of another rank say, is padded or cut."""
-        if entries is not self.kept:
+        if len(entries) != len(self.kept) or any(map(operator.is_not, entries, self.kept)):
             line = self.noise.clone()
             for i, view in zip(self._places, self.layout.view_q(line), strict=True):
                 old = entries[i]

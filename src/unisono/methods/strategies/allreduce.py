@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.methods.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
+from unisono.methods.buckets import ALONE_BUCKET_BYTES, BUCKET_BYTES, LARGE_BUCKET_BYTES
 from unisono.methods.checks import Note
 from unisono.methods.exchange.noise_scale import NoiseScale
 from unisono.methods.exchange.overlap import Exchange, split_sparse
@@ -44,7 +44,7 @@ class allreduce(Strategy):
     buffers: "broadcast" rank 0's after every exchange, "average" them, or leave them "local".
     overlap: exchange a bucket as soon as it is full, or all after backward. None: as soon as it is full, but
         where workers share memory and leave no core free, an exchange would only take compute's place: after.
-    bucket_bytes: how much travels together. None: 25 MiB, or 128 MiB where a GPU compresses.
+    bucket_bytes: how much travels together. None: 25 MiB, or 128 MiB where a GPU compresses (1 GiB in a world of one).
     order: of the gradients in the buckets: against that in which parameters are "registered", or as they were "ready"
         in the first window on rank 0.
     """
@@ -108,6 +108,8 @@ class AllReduceReplica(Replica):
         if self.strategy.bucket_bytes is not None:
             return self.strategy.bucket_bytes
         on_gpu = any(p.is_cuda for p in self.model.parameters())
+        if on_gpu and self.world.size == 1:  # nothing travels meanwhile
+            return ALONE_BUCKET_BYTES
         overlap = overlap_pays(self.world) if self.strategy.overlap is None else self.strategy.overlap
         large = not self.reducer.exact if on_gpu else apart and not overlap  # nothing then waits to be filled
         return LARGE_BUCKET_BYTES if large else BUCKET_BYTES

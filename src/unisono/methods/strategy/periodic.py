@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.methods.exchange.overlap import Exchange
 from unisono.methods.exchange.windows import Counter, scale_gradient
-from unisono.methods.model_copies import add_hook, copy_model
+from unisono.methods.model_copies import add_hook, copy_model, hide_from_compiler
 from unisono.methods.strategy.change import Change
 from unisono.methods.strategy.program_writes import ProgramWrites, digest
 from unisono.methods.strategy.replica import Replica, Strategy
@@ -335,6 +335,9 @@ def _before_forward(replica: weakref.ref[PeriodicReplica], model: nn.Module, _: 
     alive = replica()
     if alive is not None and model.training and torch.is_grad_enabled():
         alive.world.run_tolerating_loss(alive.begin_window)
+
+
+hide_from_compiler(_before_forward)
 
 
 @torch.no_grad()

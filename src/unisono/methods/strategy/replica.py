@@ -32,7 +32,7 @@ from unisono.methods.strategy.watches import FaultWatch, ParameterWatch
 from unisono.training.batch_norm import move_batch_norm, watch_batch_norms
 from unisono.training.checkpoint import ModelPart, wait_saved
 from unisono.world import World
-from unisono.world.batch_weights import watch_calls
+from unisono.world.batch_weights import CallHooks
 from unisono.world.elastic import Elastic
 from unisono.world.operations import put_back
 from unisono.world.straggler_watch import Treatment, after_step
@@ -122,9 +122,8 @@ class Replica:
         self._hooks: list[Any] = [
             *watch_steps(optimizer, self._on_step_begin, self._on_step_end),
             *watch_batch_norms(model, world),
-            *watch_calls([model], self, is_whole=True),
         ]
-        self._sees_calls = True  # of the model; else of the modules in it
+        self._calls = [CallHooks([model], self, is_whole=True)]
         if world.rank == 0:  # what it finds is said once
             follow_optimizer(self, optimizer)
         with _replicas_lock:
@@ -233,6 +232,8 @@ class Replica:
         a further backward pass through it would refuse them, and rightly."""
         tensors: list[Tensor] = []
         self._late_buffers = []
+        if world.size == 1:
+            return
         for buffer in self.model.buffers() if has_buffers(self.model) else ():
             if is_held(buffer):
                 self._late_buffers.append((buffer, buffer.detach().clone()))
@@ -244,9 +245,8 @@ class Replica:
     def advance(self) -> None:
         """Count a window, and end the ledger's step."""
         self.step += 1
-        if not self.world.batch_weights.end_window() and self._sees_calls:  # a program that calls modules one by one
-            self._sees_calls = False
-            self._hooks += watch_calls(list(self.model.modules())[1:], self, is_whole=False)
+        if not self.world.batch_weights.end_window() and len(self._calls) == 1:  # a program that calls modules itself
+            self._calls.append(CallHooks(list(self.model.modules())[1:], self, is_whole=False))
         if self.world.axes is not None:
             self.world.axes.end_window(self)
         if self._faults is not None:
@@ -320,7 +320,7 @@ class Replica:
 
     def _close(self) -> None:
         self.is_closed = True
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._calls):
             hook.remove()
         self._hooks = []
         if self._faults is not None:
@@ -535,6 +535,8 @@ class Replica:
         none."""
         self.close_windows()
         self.world = world
+        for calls in self._calls:
+            calls.follow(world)
         if self._faults is not None:
             self._faults.enter(world)
         self.model.zero_grad()

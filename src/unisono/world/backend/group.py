@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.background import SerialQueue, Wakes
+from unisono.methods.model_copies import hide_from_compiler
 from unisono.world.backend import accounts
 from unisono.world.backend.arguments import (
     as_list,
@@ -567,16 +568,5 @@ def _is_functional() -> bool:
     return frame.f_code.co_filename == torch._ops.__file__
 
 
-def _hide_from_dynamo(*kinds: type) -> None:
-    """Have torch.compile leave these methods alone, and what they call: it would compile them where torch's C++ calls
-    one in a compiled program, as DDP does to broadcast buffers."""
-    frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        for kind in kinds:
-            for method in vars(kind).values():
-                if isinstance(method, FunctionType):
-                    frames.set_code_exec_strategy(method.__code__, strategy)
-
-
-_hide_from_dynamo(Group, Work)
+# Else they would be compiled where torch's C++ calls one in a compiled program, as DDP does to broadcast buffers.
+hide_from_compiler(*(one for kind in (Group, Work) for one in vars(kind).values() if isinstance(one, FunctionType)))

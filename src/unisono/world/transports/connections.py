@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+SAID_AFTER_S = 10.0
 _LONGEST_S = 32_000  # what Linux takes for TCP_KEEPIDLE
 
 
@@ -118,6 +119,11 @@ def describe_no_store(host: str, port: int, timeout_s: float, why: OSError) -> P
         f"no store answers at {host}:{port} within {timeout_s:g} s ({why}): the process that keeps it, rank 0 or the "
         f"launcher, has not started or cannot be reached from host {socket.gethostname()}"
     )
+
+
+def say_no_store(host: str, port: int, why: OSError) -> None:
+    """Tell the user, once a rank has waited for the store for SAID_AFTER_S: a name may not be there yet, or never."""
+    print(f"unisono: no store answers at {host}:{port} ({why}); still trying", file=sys.stderr, flush=True)
 
 
 def list_sockets() -> Iterator[tuple[int, socket.socket]]:

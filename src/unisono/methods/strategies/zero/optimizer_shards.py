@@ -210,7 +210,8 @@ class OptimizerShards:
                 states[leaf][key] = _read(value, key, unit, part, optimizer)
         groups = optimizer.param_groups if member is None else members_of(optimizer)[member].param_groups
         for group, other in zip(groups, saved["param_groups"], strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
+            settings = {key: value for key, value in other.items() if key != "params"}
+            group.update(map_state(settings, Stored, lambda x: x.full()))  # a learning rate may be a tensor
 
     def _leaves(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, Part, Parameter]]:
         for unit in units:
@@ -242,7 +243,8 @@ def _cut(value: Any, key: str, unit: Unit, part: Part) -> Any:
 
 def _read(value: Any, key: str, unit: Unit, part: Part, optimizer: Optimizer) -> Any:
     if isinstance(value, (Stored, Tensor)) and has_element_each(value.shape, key, unit.shapes[part.slot]):
-        return unit.shape(part, read_part(value, part, unit.master.dtype, unit.master.device))
+        dtype = unit.master.dtype if value.dtype.is_floating_point else value.dtype  # codes stay what they are
+        return unit.shape(part, read_part(value, part, dtype, unit.master.device))
     fused = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
 
     def read(value: Stored | Tensor) -> Tensor:

@@ -1,20 +1,24 @@
-"""ZeRO-Offload on one GPU against FSDP2's CPUOffloadPolicy: a GPT of 1.41 B parameters, fp32 values and moments of
-AdamW on the host, computing in bf16.
+"""ZeRO-Offload on one GPU against FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-Offload: a GPT of 1.41 B parameters,
+fp32 values and moments of AdamW on the host, computing in bf16.
 
-Both sides run in one process and take turns. A cycle is backward, optimizer step and the next forward, measured from
-the end of one forward to the end of another, several cycles later: work still under way at the end of a step counts.
+All sides (--sides) run in one process and take turns. A cycle is backward, optimizer step and the next forward,
+measured from the end of one forward to the end of another, several cycles later: work still under way at the end of a
+step counts.
 
 Parts (--parts, all by default):
   floors    what the machine does: the host's fused AdamW, locked memory, the link, both lanes of the update
-  speed     4,096 and 16,384 tokens a step: exact, delayed and stepped-ahead update against FSDP2
+  speed     4,096 and 16,384 tokens a step: exact, delayed and stepped-ahead update against FSDP2 and, where it is
+            installed with a compiler for its own Adam, DeepSpeed (stage 2, bf16)
   budget    device_memory = 14, 18, 22 GiB at 4,096 tokens: each in a process of its own, for its peak of memory
   largest   the largest model of width 4,096 that trains (each try in a process of its own)
   disk      a model whose state is larger than the device memory and the host memory it is given, together
 
 Keys:
   offload_over_fsdp2_T, delayed_..., ahead_...    tokens a second over FSDP2's, at T tokens a step
-  fsdp2_T_s, offload_T_s, delayed_T_s, ahead_T_s  seconds a cycle
+  offload_over_deepspeed_T, ...                   and over DeepSpeed's
+  fsdp2_T_s, deepspeed_T_s, offload_T_s, ...      seconds a cycle; ..._turns_s: of each turn
   no_offload_T_s, gpu_busy_share_T, ..._delayed_T a cycle with all on the GPU; share of a cycle in which kernels run
+  deepspeed_error                                 why DeepSpeed is not there
   budget_Ggib_tokens_s, budget_Ggib_peak_gib      at a budget of G GiB
   largest_parameters, largest_s                   and seconds a cycle at 4,096 tokens
   disk_parameters, disk_state_gib, disk_s         parameters; their values, master values and moments; seconds a cycle
@@ -50,6 +54,8 @@ SPECS = {
     "ahead": OFFLOAD[:-1] + ", step_ahead=True)",
     "no_offload": "zero(stage=2, precision=bf16)",
 }
+PEERS = ("fsdp2", "deepspeed")
+SIDES = (*PEERS, *SPECS)
 BUDGETS_GIB = (14, 18, 22)
 DISK_DEVICE_GIB, DISK_HOST_GIB = 12, 6
 GIB = 2**30
@@ -115,58 +121,69 @@ def adamw(model: Any) -> Any:
 
 
 class Side(NamedTuple):
-    """Something that trains."""
+    """Something that trains. forward: the loss of a batch of tokens."""
 
-    forward: Callable[[], Any]
+    forward: Callable[[Any], Any]
+    backward: Callable[[Any], Any]
     step: Callable[[], None]
     close: Callable[[], None]
 
-    def cycles(self, count: int) -> float:
+    def cycles(self, tokens: Any, count: int) -> float:
         """Seconds a cycle."""
-        loss = self.forward()
+        loss = self.forward(tokens)
         loss.item()
         start = time.perf_counter()
         for _ in range(count):
-            loss.backward()
+            self.backward(loss)
             self.step()
-            loss = self.forward()
+            loss = self.forward(tokens)
         loss.item()
         return (time.perf_counter() - start) / count
 
 
-def ours(spec: str, shape: Shape, tokens: Any, *, meta: bool = False) -> Side:
+def backward(loss: Any) -> None:
+    loss.backward()
+
+
+def ours(spec: str, shape: Shape, device: str, *, meta: bool = False) -> Side:
     """The loop that anybody writes, with `un.parallel`."""
     import torch
 
     import unisono as un
 
-    with torch.device("meta" if meta else tokens.device):
+    with torch.device("meta" if meta else device):
         model = gpt(shape)
     optimizer = adamw(model)
-    replica = un.parallel(model, optimizer, spec, world=un.join(device=tokens.device))
+    replica = un.parallel(model, optimizer, spec, world=un.join(device=device))
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Side(lambda: model(tokens), step, replica.close)
+    return Side(model, backward, step, replica.close)
 
 
-def fsdp2(shape: Shape, tokens: Any) -> Side:
+def start_torch(device: str) -> None:
+    """torch's processes, of which there is one: for the peers."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def fsdp2(shape: Shape, device: str) -> Side:
     """FSDP2 with CPUOffloadPolicy and MixedPrecisionPolicy, a fused AdamW on the host."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    cuda = tokens.device.type == "cuda"
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    start_torch(device)
     model = gpt(shape)
     settings: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        "offload_policy": CPUOffloadPolicy(pin_memory=cuda),
-        "mesh": dist.init_device_mesh(tokens.device.type, (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda"),
+        "mesh": dist.init_device_mesh(device, (1,)),
     }
     for block in model.blocks:
         fully_shard(block, **settings)
@@ -177,7 +194,45 @@ def fsdp2(shape: Shape, tokens: Any) -> Side:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Side(lambda: model(tokens), step, lambda: None)
+    return Side(model, backward, step, lambda: None)
+
+
+def deepspeed(shape: Shape, device: str) -> Side:
+    """DeepSpeed's ZeRO-Offload: stage 2 in bf16, its own Adam on the host, which it compiles at the first use."""
+    import os
+
+    import torch
+
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # that Adam is for the CPU
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29531",
+    }
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if device != "cuda":
+        raise RuntimeError("it is measured on a GPU")
+    start_torch(device)
+    deepspeed.init_distributed("nccl")
+    with torch.device(device):
+        model = gpt(shape).bfloat16()
+    adam = DeepSpeedCPUAdam(model.parameters(), lr=1e-4, weight_decay=0.01, adamw_mode=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+    return Side(engine, engine.backward, engine.step, lambda: None)
 
 
 def batch(count: int, shape: Shape, device: str) -> Any:
@@ -187,18 +242,18 @@ def batch(count: int, shape: Shape, device: str) -> Any:
     return torch.randint(shape.vocabulary, (count // shape.length, shape.length), generator=generator).to(device)
 
 
-def busy_s(side: Side) -> float:
+def busy_s(side: Side, tokens: Any) -> float:
     """Seconds of a cycle in which some kernel runs; copies are none. Two cycles more, halved."""
-    return (kernels_s(side, 3) - kernels_s(side, 1)) / 2
+    return (kernels_s(side, tokens, 3) - kernels_s(side, tokens, 1)) / 2
 
 
-def kernels_s(side: Side, cycles: int) -> float:
+def kernels_s(side: Side, tokens: Any, cycles: int) -> float:
     """Seconds in which some kernel runs, in so many cycles and the forward before them."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        side.cycles(cycles)
+        side.cycles(tokens, cycles)
     kernels = [e for e in seen.events() if e.device_type == DeviceType.CUDA and not e.name.startswith("Mem")]
     total = end = 0.0  # microseconds; kernels of several streams may run at once
     for start, stop in sorted((e.time_range.start, e.time_range.end) for e in kernels):
@@ -210,31 +265,48 @@ def kernels_s(side: Side, cycles: int) -> float:
 # Parts -------------------------------------------------------------------------------------------------------
 
 
-def speed(shape: Shape, sizes: list[int], device: str, *, repeats: int, cycles: int) -> dict[str, Any]:
-    """Both sides in turn."""
+def speed(
+    shape: Shape, sizes: list[int], device: str, *, names: list[str], repeats: int, cycles: int
+) -> dict[str, Any]:
+    """All sides in turn."""
     found: dict[str, Any] = {}
+    sides: dict[str, Side] = {}
+    for name in names:
+        start = time.perf_counter()
+        try:
+            peer = {"fsdp2": fsdp2, "deepspeed": deepspeed}.get(name)
+            sides[name] = ours(SPECS[name], shape, device) if peer is None else peer(shape, device)
+        except Exception as error:
+            if name != "deepspeed":
+                raise
+            found["deepspeed_error"] = f"{type(error).__name__}: {error}"[:300]
+        print(f"{name}: {time.perf_counter() - start:.1f} s to make, {resident_gib():.1f} GiB by now", flush=True)
     for size in sizes:
         tokens = batch(size, shape, device)
-        sides = {"fsdp2": fsdp2(shape, tokens)}
-        sides |= {name: ours(spec, shape, tokens) for name, spec in SPECS.items()}
         times: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(repeats + 1):
             for name, side in sides.items():
-                taken = side.cycles(cycles if turn else 2)
+                taken = side.cycles(tokens, cycles if turn else 2)
                 times[name] += [taken] if turn else []
         medians = {name: statistics.median(taken) for name, taken in times.items()}
         found |= {f"{name}_{size}_s": taken for name, taken in medians.items()}
-        for name in ("offload", "delayed", "ahead"):
-            found[f"{name}_over_fsdp2_{size}"] = medians["fsdp2"] / medians[name]
-        if device == "cuda":
-            found[f"gpu_busy_share_{size}"] = busy_s(sides["offload"]) / medians["offload"]
-            found[f"gpu_busy_share_delayed_{size}"] = busy_s(sides["delayed"]) / medians["delayed"]
-        for side in sides.values():
-            side.close()
-        del sides
-        gc.collect()
+        found |= {f"{name}_{size}_turns_s": taken for name, taken in times.items()}
+        for peer_name in PEERS:
+            for name in SPECS:
+                if name in medians and peer_name in medians and name != "no_offload":
+                    found[f"{name}_over_{peer_name}_{size}"] = medians[peer_name] / medians[name]
+        for name, key in (("offload", ""), ("delayed", "delayed_")) if device == "cuda" else ():
+            if name in sides:
+                found[f"gpu_busy_share_{key}{size}"] = busy_s(sides[name], tokens) / medians[name]
         print(json.dumps(found), flush=True)
+    for side in sides.values():
+        side.close()
     return found
+
+
+def resident_gib() -> float:
+    """Of this process, at its peak."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def one(given: dict[str, Any], device: str) -> dict[str, Any]:
@@ -245,14 +317,17 @@ def one(given: dict[str, Any], device: str) -> dict[str, Any]:
     if cuda and "device_gib" in given:
         free = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(1.05 * given["device_gib"] * GIB / free)
-    side = ours(given["spec"], shape, batch(given["tokens"], shape, device), meta=given.get("meta", False))
-    side.cycles(min(3, cycles))  # a budget is filled when the first step has shown what it needs
+    side, tokens = (
+        ours(given["spec"], shape, device, meta=given.get("meta", False)),
+        batch(given["tokens"], shape, device),
+    )
+    side.cycles(tokens, min(3, cycles))  # a budget is filled when the first step has shown what it needs
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    taken = side.cycles(cycles)
+    taken = side.cycles(tokens, cycles)
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
     side.close()
-    return {"s": taken, "peak_gib": peak, "host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    return {"s": taken, "peak_gib": peak, "host_peak_gib": resident_gib()}
 
 
 def alone(asked: argparse.Namespace, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -407,6 +482,7 @@ def main() -> None:
     parser.add_argument("--parts", default="floors,speed,budget,largest,disk")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
     parser.add_argument("--cycles", type=int, default=4, help="cycles in a turn")
+    parser.add_argument("--sides", default=",".join(SIDES), help="of `speed`; some 20 GB of host memory each")
     parser.add_argument("--layers", default="72,64,56,48,40", help="tries of `largest`, of 201 M parameters each")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -435,7 +511,10 @@ def main() -> None:
     if "disk" in parts:
         found |= beyond(asked, TINY if asked.tiny else Shape(layers=48), 64 if asked.tiny else 1024)
     if "speed" in parts:
-        found |= speed(shape, sizes, device, repeats=asked.repeats, cycles=asked.cycles)
+        names = asked.sides.split(",")
+        if unknown := set(names) - set(SIDES):
+            parser.error(f"--sides are {', '.join(SIDES)}, got {', '.join(sorted(unknown))}")
+        found |= speed(shape, sizes, device, names=names, repeats=asked.repeats, cycles=asked.cycles)
     finish(found)
 
 

@@ -33,10 +33,10 @@ class Net(nn.Module):
         return self.seldom(y) if seldom else y
 
 
-def net(dtype: torch.dtype = torch.float32) -> Net:
+def net(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Net:
     with SEED:
         torch.manual_seed(0)
-        return Net().to(dtype)
+        return Net().to(device, dtype)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -62,7 +62,7 @@ class Program:
         self.exact = False  # clip by a power of two, by a norm that one rank can tell
 
     def backward(self, t: int) -> None:
-        x = torch.cat([batch(t, rank, self.dtype) for rank in self.ranks])
+        x = torch.cat([batch(t, rank, self.dtype) for rank in self.ranks]).to(next(self.model.parameters()).device)
         loss = nn.functional.mse_loss(self.model(x[:, :16], seldom=t % 5 in (1, 2)), x[:, 16:])
         (loss * (30.0 if t % 7 == 4 else torch.inf if self.overflows and t % 19 == 9 else 1.0)).backward()
 
@@ -133,6 +133,25 @@ def test_a_program_that_clips_and_leaves_steps_out_trains_bit_by_bit_as_without(
         assert mine[2] == without[2]
         assert min(mine[2]) >= 2  # some were clipped, some left out
         assert min(done) > steps / 4  # and some guesses were right, some wrong
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("stage", "more"), [(2, ""), (2, ", precision=bf16"), (3, ", precision=bf16, moments=bf16")])
+def test_on_a_gpu_500_steps_that_clip_and_leave_steps_out_are_bit_by_bit_those_without(stage: int, more: str) -> None:
+    found = []
+    for spec in (AHEAD, PLAIN):
+        program = Program(net(device="cuda"), [0])
+        asked = spec.format(stage)[:-1] + more + ")"
+        replica = un.parallel(program.model, program.optimizer, asked, world=un.join(device="cuda"))
+        program.run(range(500))
+        if spec is AHEAD:
+            assert min(count(replica)) > 100
+        assert min(program.clipped, program.left_out) >= 20
+        state = program.optimizer.state_dict()
+        replica.restore()
+        replica.close()
+        found.append([values_of(program.model), state, program.clipped, program.left_out])
+    assert same(*found)
 
 
 def test_alone_it_trains_bit_by_bit_as_torchs_optimizer() -> None:

@@ -33,10 +33,23 @@ _OWN_CELL = 1 << 18  # for an optimizer without a fused kernel, which steps a ce
 
 
 class StepSettings(NamedTuple):
-    """The settings of all param groups for one step, and the step's number."""
+    """The settings of all param groups for one step, and the step's number. rule: how to step, if otherwise."""
 
     groups: list[Settings]
     step: int
+    rule: Rule | None = None
+
+
+class Ratios(NamedTuple):
+    """For every `each` elements of a block, a ratio: see `step_tiles`."""
+
+    values: list[float]
+    each: int
+
+    def cut(self, start: int, stop: int) -> tuple[list[float], int, int]:
+        """Those of elements [start, stop), as `step_tiles` takes them."""
+        first = start // self.each
+        return self.values[first : (stop - 1) // self.each + 1], self.each, first
 
 
 class Stepper:
@@ -123,12 +136,14 @@ class Stepper:
         scale: float = 1.0,
         absent: Iterable[tuple[int, int]] = (),
         settings: StepSettings | None = None,
+        ratios: Ratios | None = None,
     ) -> Callable[[], None]:
         """Begin to step one block with `scale * gradient`; `out` receives the new values in its own dtype. Call what is
         returned to wait for the end, before the block is used again.
 
         `absent` are ranges of elements without a gradient: they and their state stay as they are. `settings` is what
-        `begin` returned for this step, the latest by default. Padding between the runs is never stepped.
+        `begin` returned for this step, the latest by default. `ratios`: for a block in memory, see `step_tiles`. Padding
+        between the runs is never stepped.
         A block in memory is stepped in the background: another may be begun meanwhile. One on disk is done at once; if
         the disk fails, `DiskError` is raised, and after a `flush` that succeeds the same call goes on where it ended.
         """
@@ -138,7 +153,7 @@ class Stepper:
                 raise RuntimeError("call begin() before the first step: it reads the optimizer's settings")
             block = self.blocks[index]
             batches = self._find_batches(block, gradient, out, absent, settings)
-            begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale))
+            begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale), ratios=ratios)
             if block.home == "cpu":
                 return partial(self._finish, block, batches, begin(block.chunks[0]))
             assert self.buffers is not None
@@ -183,7 +198,7 @@ class Stepper:
         _check_line("gradient", gradient, block.length)
         if out is not None:
             _check_line("out", out, block.length)
-        batches = block.steps.batches(absent, self._rule, settings.groups)
+        batches = block.steps.batches(absent, settings.rule or self._rule, settings.groups)
         self._check_state(block, settings)
         return batches
 
@@ -197,6 +212,7 @@ class Stepper:
         scale: float,
         chunk: Chunk,
         into: Mapping[str, Tensor] | None = None,
+        ratios: Ratios | None = None,
     ) -> Callable[[], None]:
         """`into`: lines that are written, instead of the chunk's own."""
         start, stop = chunk.start, chunk.stop
@@ -207,7 +223,7 @@ class Stepper:
                 k: start + self._rounding.find_place(settings.step, block.index, i) for i, k in enumerate(block.first)
             }
         mine, new = gradient[start:stop], None if out is None else out[start:stop]
-        make = _make_fused_step if self._rule.has_kernel else _make_own_step
+        make = partial(_make_fused_step, ratios=ratios) if self._rule.has_kernel else _make_own_step
         steps = {
             i: make(batch.step, lines, mine, new, scale, self._rounding.table, places)
             for i, batch in enumerate(batches)
@@ -303,7 +319,7 @@ class ChunkLines:
 
 def _make_fused_step(
     now: GroupStep, lines: ChunkLines, gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
-    places: Mapping[str, int],
+    places: Mapping[str, int], *, ratios: Ratios | None,
 ) -> StepSpans:  # fmt: skip
     assert now.kernel is not None
     kept, master = now.lines, lines.new["master"]
@@ -320,9 +336,9 @@ def _make_fused_step(
         scratch = [worker.scratch(i, size, master.dtype) for i in range(1 + len(state))]
         bits = [line.view(torch.int32) for line in scratch[1:]] if narrow else []
         lines.carry(others, spans)
-        worker.step_tiles(
-            *(*head, spans, master, gradient, scale, state, out, scratch, bits, table, begins, size, [master], before)
-        )
+        mine: tuple[Any, ...] = ([], 0, 0) if ratios is None else ratios.cut(spans[0], spans[-1])
+        given = (spans, master, gradient, scale, state, out, scratch, bits, table, begins, size, [master], before)
+        worker.step_tiles(*head, *given, *mine)
 
     return step
 

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from unisono.methods.offload.ahead import is_same
 from unisono.methods.offload.blocks import Block, Run, Shard
 from unisono.methods.offload.device import LINE_BYTES, DeviceChunk, Kernel, Ranges, Slab, copy_to
 from unisono.methods.offload.fused import Rounding
-from unisono.methods.offload.optimizers import FusedAdam, SeveralSteps, Settings, make_rule
+from unisono.methods.offload.optimizers import FusedAdam, Settings, SeveralSteps, make_rule
 from unisono.methods.offload.pipeline import CudaStreams, Mark, Queue, Streams
 from unisono.methods.offload.plan import find_gaps
 from unisono.methods.offload.stepper import Ratios, Stepper, StepSettings
@@ -51,10 +50,14 @@ def check_deferrable(optimizer: torch.optim.Optimizer) -> None:
     """
     name = type(optimizer).__name__
     if type(make_rule(optimizer)) is not FusedAdam:
-        raise ValueError(f"defer puts steps of torch's Adam and AdamW off, got {name}: use one of them, or leave it out")
+        raise ValueError(
+            f"defer puts steps of torch's Adam and AdamW off, got {name}: use one of them, or leave it out"
+        )
     for number, group in enumerate(optimizer.param_groups):
         if group["amsgrad"]:
-            raise ValueError(f"group {number} of {name} has amsgrad=True, whose steps cannot be put off: leave defer out")
+            raise ValueError(
+                f"group {number} of {name} has amsgrad=True, whose steps cannot be put off: leave defer out"
+            )
         if group["weight_decay"] and not group.get("decoupled_weight_decay"):
             raise ValueError(
                 f"group {number} of {name} adds weight_decay={group['weight_decay']} to its gradients, so that steps "

@@ -92,8 +92,9 @@ def step_tiles(
                 call_kernel(kind, numbers, flags, [step], fresh, held, [g], state)
             else:  # a step with larger gradients, a first moment as much larger and as much smaller a rate
                 state[0][0].mul_(ratio)
-                smaller = [numbers[0] / ratio, numbers[1] * ratio] + numbers[2:]
-                call_kernel(kind, smaller, flags, [step], fresh, held, [g], state)
+                numbers_now = numbers.copy()
+                numbers_now[0], numbers_now[1] = numbers[0] / ratio, numbers[1] * ratio
+                call_kernel(kind, numbers_now, flags, [step], fresh, held, [g], state)
                 state[0][0].mul_(1.0 / ratio)
             for i in range(len(lines)):
                 if lines[i].dtype != p.dtype:

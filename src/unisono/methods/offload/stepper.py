@@ -142,7 +142,7 @@ class Stepper:
         returned to wait for the end, before the block is used again.
 
         `absent` are ranges of elements without a gradient: they and their state stay as they are. `settings` is what
-        `begin` returned for this step, the latest by default. `ratios`: for a block in memory, see `step_tiles`. Padding
+        `begin` returned for this step, the latest by default. `ratios`: of a block in memory, see `step_tiles`. Padding
         between the runs is never stepped.
         A block in memory is stepped in the background: another may be begun meanwhile. One on disk is done at once; if
         the disk fails, `DiskError` is raised, and after a `flush` that succeeds the same call goes on where it ended.

@@ -390,7 +390,7 @@ class ZeroReplica(Replica):
 
     def _end_delay(self) -> None:
         """What is saved is the latest, and the run goes on from it."""
-        if self._offload is not None and self._values is not None and self.strategy.delayed_update:
+        if self._offload is not None and self._values is not None and self.strategy.puts_off:
             self._offload.finish()
             self._values.renew(self._trainable)
 
@@ -446,10 +446,11 @@ class ZeroReplica(Replica):
     def averaged_values(self) -> AveragedValues:
         if self._values is None:
             return super().averaged_values
-        if self.strategy.delayed_update:
+        if self.strategy.puts_off:
+            name = "delayed_update" if self.strategy.delayed_update else "defer"
             raise ValueError(
-                "there is no average of the weights under delayed_update, whose steps are not done when the next one "
-                "begins: leave delayed_update out"
+                f"there is no average of the weights under {name}, whose steps are not done when the next one begins: "
+                f"leave {name} out"
             )
         return ShardValues(self, self._trainable, self._values, self._offload, self._spare, self._shards, self._groups)
 

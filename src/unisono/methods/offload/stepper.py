@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.methods.offload import native
 from unisono.methods.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk, Run, Shard, Spans
 from unisono.methods.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, Frozen, bytes_on_disk, place_on_disk
 from unisono.methods.offload.disk import Disk, DiskError
 from unisono.methods.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
-from unisono.methods.offload.optimizers import GroupStep, Rule, Settings, make_rule, read_settings
+from unisono.methods.offload.optimizers import FusedAdam, GroupStep, Rule, Settings, make_rule, read_settings
 
 __all__ = ["Block", "ChunkLines", "HostShards", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
@@ -90,6 +91,8 @@ class Stepper:
         self._moments = moments
         self._rounding = Rounding(seed, torch.device("cpu"))
         self._workers = _Workers(threads)
+        compiled = isinstance(self._rule, FusedAdam) and native.load() is not None
+        self._pool = native.NativePool(self._workers.threads) if compiled else None
         self._disk, self._chunk_elements, self._ahead = disk, chunk_elements, ahead
         self._settings: StepSettings | None = None
         self._unfinished: dict[int, int] = {}  # blocks whose step an error broke off, with the next chunk to step
@@ -216,19 +219,53 @@ class Stepper:
     ) -> Callable[[], None]:
         """`into`: lines that are written, instead of the chunk's own."""
         start, stop = chunk.start, chunk.stop
-        cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
         lines, places = ChunkLines(chunk.open(), into), dict.fromkeys(block.first, 0)
         if self._moments == torch.bfloat16:
             places = {
                 k: start + self._rounding.find_place(settings.step, block.index, i) for i, k in enumerate(block.first)
             }
         mine, new = gradient[start:stop], None if out is None else out[start:stop]
+        flags = [flag for batch in batches if batch.step.kernel is not None for flag in batch.step.kernel.flags]
+        if self._pool is not None and not any(flags) and native.fits(lines.old, mine, new):
+            whole = block.steps.cells(batches, start, stop, stop - start)
+            return self._begin_native(self._pool, batches, whole, lines, mine, new, scale, [*places.values()], ratios)
+        cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
         make = partial(_make_fused_step, ratios=ratios) if self._rule.has_kernel else _make_own_step
         steps = {
             i: make(batch.step, lines, mine, new, scale, self._rounding.table, places)
             for i, batch in enumerate(batches)
         }
         return self._workers.start({**steps, IDLE: partial(_copy_out, lines, new)}, cells)
+
+    def _begin_native(
+        self,
+        pool: native.NativePool,
+        batches: Sequence[Batch],
+        cells: Sequence[Cell],
+        lines: ChunkLines,
+        gradient: Tensor,
+        out: Tensor | None,
+        scale: float,
+        places: Sequence[int],
+        ratios: Ratios | None,
+    ) -> Callable[[], None]:
+        """The same by compiled code; `cells`: all that is to be done."""
+        old, new, waits = [*lines.old.values()], [*lines.new.values()], []
+        for number, spans in (each for cell in cells for each in cell.items()):
+            kind, numbers, count, fresh = 0, None, 1.0, False
+            if number != IDLE:
+                now = batches[number].step
+                assert now.kernel is not None
+                kind, numbers, count = now.kernel.kind, now.kernel.numbers, float(now.scalars["step"])
+                fresh = now.is_fresh
+            head = (kind, numbers, count, fresh, spans, old, new, gradient, scale, out)
+            waits.append(pool.start(native.Step(*head, self._rounding.table, places, ratios, pool.width)))
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return wait
 
     def _finish(self, block: Block, batches: Sequence[Batch], wait: Callable[[], None]) -> None:
         wait()
@@ -258,6 +295,8 @@ class Stepper:
     def close(self) -> None:
         """End the threads. The disk stays open: whoever made it closes it."""
         self._workers.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def _check_state(self, block: Block, settings: StepSettings) -> None:
         """Refuse settings that need state which the block has no lines for."""
@@ -515,15 +554,15 @@ class _Workers:
         if threads is not None and threads < 1:
             raise ValueError(f"got threads={threads}: expected at least 1")
         here = torch.get_num_threads()
-        self._threads = threads or here
-        self._pool = None if self._threads == here == 1 else _make_pool(self._threads)
-        self._idle = deque(_Worker() for _ in range(self._threads))
+        self.threads = threads or here
+        self._pool = None if self.threads == here == 1 else _make_pool(self.threads)
+        self._idle = deque(_Worker() for _ in range(self.threads))
 
     def choose_cell(self, length: int, rule: Rule) -> int:
         """How many elements of a chunk of `length` a thread takes at a time."""
         if not rule.has_kernel:
             return _OWN_CELL
-        cells = max(1, _CELLS // self._threads) * self._threads
+        cells = max(1, _CELLS // self.threads) * self.threads
         return -(-length // (cells * _CELL)) * _CELL
 
     def start(self, steps: Mapping[int, StepSpans], cells: Sequence[Cell]) -> Callable[[], None]:

@@ -11,6 +11,8 @@ Parts (--parts, all by default):
             installed with a compiler for its own Adam, DeepSpeed (stage 2, bf16)
   budget    device_memory = 14, 18, 22 GiB at 4,096 tokens: each in a process of its own, for its peak of memory
   largest   the largest model of width 4,096 that trains (each try in a process of its own)
+  loss      a GPT of 10 M parameters on the letters of a text (--text), 1,000 steps: the loss on its last tenth, exact
+            and with each thing that changes training
   disk      a model whose state is larger than the device memory and the host memory it is given, together
 
 Keys:
@@ -19,6 +21,8 @@ Keys:
   fsdp2_T_s, deepspeed_T_s, offload_T_s, ...      seconds a cycle; ..._turns_s: of each turn
   no_offload_T_s, gpu_busy_share_T, ..._delayed_T a cycle with all on the GPU; share of a cycle in which kernels run
   deepspeed_error                                 why DeepSpeed is not there
+  loss_exact, loss_exact_again (another seed), loss_..., ..._over_exact, kept_energy_...
+                                                  held-out losses; of the gradients' energy, what was not put off
   budget_Ggib_tokens_s, budget_Ggib_peak_gib      at a budget of G GiB
   largest_parameters, largest_s                   and seconds a cycle at 4,096 tokens
   disk_parameters, disk_state_gib, disk_s         parameters; their values, master values and moments; seconds a cycle
@@ -34,6 +38,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -52,7 +57,17 @@ SPECS = {
     "offload": OFFLOAD,
     "delayed": OFFLOAD[:-1] + ", delayed_update=True, delay_after=0)",
     "ahead": OFFLOAD[:-1] + ", step_ahead=True)",
+    "deferred": OFFLOAD[:-1] + ", defer=4, keep=0.05, delay_after=0)",
     "no_offload": "zero(stage=2, precision=bf16)",
+}
+LOSSES = {
+    "exact": OFFLOAD,
+    "exact_again": OFFLOAD,
+    "deferred": OFFLOAD[:-1] + ", defer=4, keep=0.05)",
+    "deferred_keep_20": OFFLOAD[:-1] + ", defer=4, keep=0.2)",
+    "deferred_2": OFFLOAD[:-1] + ", defer=2, keep=0.05)",
+    "delayed": OFFLOAD[:-1] + ", delayed_update=True)",
+    "bf16_moments": OFFLOAD[:-1] + ", moments=bf16)",
 }
 PEERS = ("fsdp2", "deepspeed")
 SIDES = (*PEERS, *SPECS)
@@ -394,6 +409,77 @@ def parameters(shape: Shape) -> int:
         return sum(p.numel() for p in gpt(shape).parameters())
 
 
+# Losses ------------------------------------------------------------------------------------------------------
+
+
+SMALL = Shape(6, 384, 256, 256)
+
+
+def train(spec: str, seed: int, path: Path, shape: Shape, device: str, *, steps: int, rows: int) -> dict[str, Any]:
+    """The loss on the last tenth of a text, after so many steps on the rest."""
+    import torch
+
+    import unisono as un
+
+    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    border, length = text.numel() * 9 // 10, shape.length
+    draw = torch.Generator().manual_seed(seed)
+
+    def take(low: int, high: int, generator: Any) -> Any:
+        starts = torch.randint(low, high - length, (rows,), generator=generator)
+        return torch.stack([text[at : at + length] for at in starts]).to(device)
+
+    torch.manual_seed(seed)
+    model = gpt(shape)
+    model.apply(start_small)
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    ramp = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda t: min((t + 1) / ramp, 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, t / steps))))
+    )
+    replica = un.parallel(model, optimizer, spec, world=un.join(device=device))
+    for _ in range(steps):
+        model(take(0, border, draw)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    shares = replica.kept_energy
+    replica.restore()
+    replica.close()
+    held = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        found = [float(model(take(border, text.numel(), held))) for _ in range(1 if steps < 100 else 60)]
+    return {"loss": statistics.mean(found), "kept_energy": statistics.mean(shares) if shares else None}
+
+
+def start_small(module: Any) -> None:
+    """GPT-2's first values."""
+    from torch import nn
+
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def losses(asked: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    """Each in a process of its own, all at the same time."""
+    command = [sys.executable, __file__, *(["--tiny"] if asked.tiny else []), "--text", asked.text, "--loss"]
+    running = {name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in names}
+    found: dict[str, Any] = {}
+    for name, process in running.items():
+        said = process.communicate()[0].splitlines()
+        ended = json.loads(said[-1]) if process.returncode == 0 else {"loss": math.nan, "kept_energy": None}
+        found[f"loss_{name}"] = ended["loss"]
+        if name != "exact" and "loss_exact" in found:
+            found[f"loss_{name}_over_exact"] = ended["loss"] / found["loss_exact"]
+        if ended["kept_energy"] is not None:
+            found[f"kept_energy_{name}"] = ended["kept_energy"]
+    return found
+
+
 # Floors ------------------------------------------------------------------------------------------------------
 
 
@@ -479,13 +565,16 @@ def update_rate(elements: int, options: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="floors,speed,budget,largest,disk")
+    parser.add_argument("--parts", default="floors,speed,loss,budget,largest,disk")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
     parser.add_argument("--cycles", type=int, default=4, help="cycles in a turn")
     parser.add_argument("--sides", default=",".join(SIDES), help="of `speed`; some 20 GB of host memory each")
     parser.add_argument("--layers", default="72,64,56,48,40", help="tries of `largest`, of 201 M parameters each")
+    parser.add_argument("--text", default="build/data/tinyshakespeare.txt", help="of `loss`: a file of text")
+    parser.add_argument("--runs", default=",".join(LOSSES), help="of `loss`")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--loss", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     import torch
 
@@ -497,6 +586,11 @@ def main() -> None:
     if asked.one:
         given = json.loads(asked.one)
         print(json.dumps(one(given, device)))
+        return
+    if asked.loss:
+        small, steps, rows = (TINY, 12, 4) if asked.tiny else (SMALL, 1000, 32)
+        spec, seed = LOSSES[asked.loss], int(asked.loss.endswith("_again"))
+        print(json.dumps(train(spec, seed, Path(asked.text), small, device, steps=steps, rows=rows)))
         return
     found: dict[str, Any] = {"tiny": True} if asked.tiny else {"device": torch.cuda.get_device_name()}
     parts = asked.parts.split(",")
@@ -510,6 +604,8 @@ def main() -> None:
         found |= largest(asked, wide, layers, sizes[0], "120GiB")
     if "disk" in parts:
         found |= beyond(asked, TINY if asked.tiny else Shape(layers=48), 64 if asked.tiny else 1024)
+    if "loss" in parts and Path(asked.text).exists():
+        found |= losses(asked, asked.runs.split(","))
     if "speed" in parts:
         names = asked.sides.split(",")
         if unknown := set(names) - set(SIDES):

@@ -224,6 +224,36 @@ def test_every_value_is_that_of_a_plain_loop(keep: float, late: bool, slow: Late
     engine.close()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("keep", [0.0, 0.2])
+def test_on_a_gpu_every_value_is_that_of_a_plain_loop(keep: float) -> None:
+    lines, device = values(torch.float64), torch.device("cuda")
+    shards = [Shard(line.cuda(), runs) for line, runs in zip(lines, RUNS, strict=True)]
+    optimizer = adamw([[torch.zeros(1)], [torch.zeros(1)]])
+    engine = Deferred(optimizer, shards, device=device, defer=DEFER, keep=keep, tile=TILE, refresh=REFRESH)
+    plain = Plain(lines, optimizer.param_groups, keep=keep)
+    busy = torch.randn(4096, 4096, device=device)
+    for t, given in enumerate(gradients(23)):
+        known = {u: torch.zeros_like(line) for u, line in given.items()}
+        for u, _, run in every_run():
+            known[u][run.start : run.stop] = given[u][run.start : run.stop]
+        for u in range(len(LENGTHS)):
+            engine.wait(u)
+        near([shard.compute.cpu() for shard in shards], plain.seen)
+        for _ in range(10):  # the host runs ahead of the device
+            busy = busy @ busy / 64.0
+        for u, line in known.items():
+            engine.offer(u, line.cuda(non_blocking=True))
+        more = {"scale": 1.0 if t % 4 else 0.25, "delay": t >= 2}
+        engine.step(**more)
+        plain.step(known, **more)
+    plain.settle()
+    for name, expected in (("master", plain.now), ("exp_avg", plain.m), ("exp_avg_sq", plain.v)):
+        near([engine.shard(u).read(name) for u in range(len(LENGTHS))], expected)
+    near([shard.compute.cpu() for shard in shards], plain.now)
+    engine.close()
+
+
 def test_what_has_no_gradient_stays_and_is_not_counted(slow: LateStreams) -> None:
     """A run without a gradient for some steps, and a unit without any: sums of different elements are not joined."""
     engine, compute, plain = made(0.3, streams=slow)

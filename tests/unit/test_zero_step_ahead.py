@@ -12,12 +12,26 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
+from unisono.methods.offload.ahead import StepsAhead
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
 SEED = threading.Lock()  # torch.manual_seed is the process's
 AHEAD = "zero(stage={}, optimizer_on=cpu, step_ahead=True, unit_bytes=3000)"
 PLAIN = "zero(stage={}, optimizer_on=cpu, unit_bytes=3000)"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is asked for when all units have had their turn: it can be counted which were stepped ahead."""
+    claim = StepsAhead.claim
+
+    def later(ahead: StepsAhead, *args: Any) -> Any:
+        for guess in ahead._guesses.values():
+            assert guess._started.wait(30)
+        return claim(ahead, *args)
+
+    monkeypatch.setattr(StepsAhead, "claim", later)
 
 
 class Net(nn.Module):
@@ -113,6 +127,7 @@ def count(replica: Any) -> tuple[int, int]:
     return sum(one.claimed for one in found), sum(one.missed for one in found)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("stage", "size", "steps"), [(2, 1, 120), (2, 2, 120), (1, 2, 48), (3, 2, 48), (3, 1, 48)])
 def test_a_program_that_clips_and_leaves_steps_out_trains_bit_by_bit_as_without(
     stage: int, size: int, steps: int
@@ -158,6 +173,7 @@ def test_on_a_gpu_500_steps_that_clip_and_leave_steps_out_are_bit_by_bit_those_w
     assert same(*found)
 
 
+@pytest.mark.usefixtures("patient")
 def test_alone_it_trains_bit_by_bit_as_torchs_optimizer() -> None:
     found = []
     for spec in (None, AHEAD.format(2)):

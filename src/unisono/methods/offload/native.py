@@ -1,4 +1,4 @@
-"""The host's step of Adam and AdamW as compiled code: one pass over the memory, on threads that need no lock of Python's.
+"""The host's step of Adam and AdamW as compiled code: one pass over the memory, on threads of its own.
 
 `native.cpp` is compiled at the first use, where there is a compiler, and kept in the user's cache. It is used where it
 gives the very bits that torch's fused kernel gives; otherwise `step_tiles` steps, as it does for other optimizers.
@@ -39,7 +39,7 @@ _WIDE, _NARROW = torch.float32, torch.bfloat16
 class _Args(ctypes.Structure):
     """As in native.cpp."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _COUNTS),
         *((name, ctypes.c_double) for name in _NUMBERS),

@@ -203,6 +203,11 @@ class Offloading:
         self._engine = self._host_shards = self._disk = None
 
     @property
+    def kept_energy(self) -> list[float]:
+        """See `ZeroReplica.kept_energy`."""
+        return [*self._engine.shares] if isinstance(self._engine, Deferred) else []
+
+    @property
     def steps(self) -> int:
         """Updates so far: when a delay begins, and how 16-bit moments are rounded, depend on it."""
         return self._steps

@@ -443,6 +443,12 @@ class ZeroReplica(Replica):
         return nullcontext() if self._state_dict is None else self._state_dict.pause()
 
     @property
+    def kept_energy(self) -> list[float]:
+        """Under `defer`: of the squared norm of my shards' gradients, the part that the device has stepped at once, in
+        each of the last steps that the host knows of."""
+        return [] if self._offload is None else self._offload.kept_energy
+
+    @property
     def averaged_values(self) -> AveragedValues:
         if self._values is None:
             return super().averaged_values

@@ -352,11 +352,13 @@ def test_an_error_of_the_background_thread_is_raised_by_the_next_call(monkeypatc
         raise MemoryError("no more")
 
     monkeypatch.setattr(engine.stepper, "start", fail)
-    some = gradients(2 * DEFER)
-    for given in some[:-1]:
+    *some, last = gradients(DEFER + 1)
+    for given in some:
         feed(engine, given, delay=True)
+    assert engine._update is not None
+    assert engine._update.ended.wait(30)
     with pytest.raises(MemoryError, match="no more"):
-        feed(engine, some[-1], delay=True)
+        feed(engine, last, delay=True)
     engine.close()
 
 

@@ -242,13 +242,13 @@ class zero(Strategy):
             raise ValueError(f"keep is a share of the parameters, from 0 to less than 1, got {self.keep!r}")
 
     @property
-    def puts_off(self) -> bool:
-        """Whether a step's values may come after the next step has begun."""
-        return self.delayed_update or self.defer is not None
+    def puts_off(self) -> str:
+        """The setting by which a step's values come after the next step has begun; "": there is none."""
+        return "delayed_update" if self.delayed_update else "defer" if self.defer is not None else ""
 
     @property
     def kept_share(self) -> float:
-        """The share of the parameters that the device steps in every step."""
+        """With `defer`, the share of the parameters that the device steps in every step."""
         return 0.05 if self.keep is None else self.keep
 
     def _check_groups(self) -> None:

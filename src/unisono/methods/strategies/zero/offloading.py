@@ -21,9 +21,10 @@ from unisono.methods.offload.blocks import Block, Run, Shard
 from unisono.methods.offload.deferred import Deferred
 from unisono.methods.offload.device import STAGING_BUFFERS
 from unisono.methods.offload.disk import Disk, DiskError, map_file
+from unisono.methods.offload.host_shards import HostShards
 from unisono.methods.offload.pipeline import Pipeline
 from unisono.methods.offload.plan import resident_units, staged_share
-from unisono.methods.offload.stepper import HostShards, disk_bytes
+from unisono.methods.offload.stepper import disk_bytes
 from unisono.methods.strategies.zero.optimizer_shards import as_stored, read_part
 from unisono.methods.strategies.zero.units import Part, Unit
 from unisono.training.checkpoint.slices import Piece, Stored
@@ -174,7 +175,7 @@ class Offloading:
         self.engine.retry()
         self._steps += 1  # as the engine does
         self._offered = set()
-        delay = self.strategy.puts_off and self._steps > self.strategy.delay_after
+        delay = bool(self.strategy.puts_off) and self._steps > self.strategy.delay_after
         ranges = {self._at[unit]: found for unit, found in absent.items() if found}
         self.engine.step(scale, ranges, delay=delay)
 

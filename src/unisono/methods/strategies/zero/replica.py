@@ -128,11 +128,9 @@ class ZeroReplica(Replica):
             away = [unit for unit in self._trainable if unit.owners is None]
             for unit in away:
                 unit.steps_here = False
-            self._offload = (
-                Offloads(self.members, away, find_positions(self.model, self.members), self.strategy, device)
-                if away
-                else None
-            )
+            if away:
+                positions = find_positions(self.model, self.members)
+                self._offload = Offloads(self.members, away, positions, self.strategy, device)
         self._adopt_units(replacements, device)
         self._materialise_rest(replacements)
         before = self._shards.split(self._trainable)
@@ -444,20 +442,15 @@ class ZeroReplica(Replica):
 
     @property
     def kept_energy(self) -> list[float]:
-        """Under `defer`: of the squared norm of my shards' gradients, the part that the device has stepped at once, in
-        each of the last steps that the host knows of."""
+        """Under `defer`: of my shards' gradients' squared norm, what was not put off, in each of the last steps."""
         return [] if self._offload is None else self._offload.kept_energy
 
     @property
     def averaged_values(self) -> AveragedValues:
         if self._values is None:
             return super().averaged_values
-        if self.strategy.puts_off:
-            name = "delayed_update" if self.strategy.delayed_update else "defer"
-            raise ValueError(
-                f"there is no average of the weights under {name}, whose steps are not done when the next one begins: "
-                f"leave {name} out"
-            )
+        if name := self.strategy.puts_off:
+            raise ValueError(f"no average of the weights under {name}: steps end when others have begun. Leave it out")
         return ShardValues(self, self._trainable, self._values, self._offload, self._spare, self._shards, self._groups)
 
     # Another world, and the end --------------------------------------------------------------------------

@@ -60,7 +60,7 @@ FACTS = Facts(
         "defer=4, optimizer_on=disk": "defer=4 needs optimizer_on='cpu'",
         "defer=4, optimizer_on=cpu, step_ahead=True": "step_ahead",
         "defer=4, optimizer_on=cpu, delayed_update=True": "delayed_update",
-        "defer=4, optimizer_on=cpu, device_memory=1GiB": "device_memory",
+        "defer=4, optimizer_on=cpu, device_memory=1000000000": "device_memory",
         "defer=4, optimizer_on=cpu, stage=3, params_on=cpu": "params_on='device'",
         "keep=0.1, optimizer_on=cpu": "keep=0.1 says nothing without defer",
         "defer=4, optimizer_on=cpu, keep=1.0": "keep",

@@ -39,6 +39,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import resource
 import statistics
 import subprocess
@@ -217,8 +218,6 @@ def fsdp2(shape: Shape, device: str) -> Side:
 
 def deepspeed(shape: Shape, device: str) -> Side:
     """DeepSpeed's ZeRO-Offload: stage 2 in bf16, its own Adam on the host, which it compiles at the first use."""
-    import os
-
     import torch
 
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # that Adam is for the CPU
@@ -471,7 +470,8 @@ def start_small(module: Any) -> None:
 def losses(asked: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     """Each in a process of its own, all at the same time."""
     command = [sys.executable, __file__, *(["--tiny"] if asked.tiny else []), "--text", asked.text, "--loss"]
-    running = {name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in names}
+    env = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(names)))}
+    running = {name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True, env=env) for name in names}
     found: dict[str, Any] = {}
     for name, process in running.items():
         said = process.communicate()[0].splitlines()

@@ -87,6 +87,10 @@ class _Sum:
         share: Tensor,
     ) -> None:
         """Add a step's gradients."""
+        if self.scale == 0.0:
+            for line in (*self.lines.values(), *self.squares.values()):
+                line.zero_()
+            self.scale = 1.0
         ratio = scale / self.scale
         for u, line in self.lines.items():
             line.add_(gradients[u], alpha=ratio)

@@ -1,20 +1,28 @@
-"""ZeRO-Offload on one GPU against FSDP2's CPUOffloadPolicy: a GPT of 1.41 B parameters, fp32 values and moments of
-AdamW on the host, computing in bf16.
+"""ZeRO-Offload on one GPU against FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-Offload: a GPT of 1.41 B parameters,
+fp32 values and moments of AdamW on the host, computing in bf16.
 
-Both sides run in one process and take turns. A cycle is backward, optimizer step and the next forward, measured from
-the end of one forward to the end of another, several cycles later: work still under way at the end of a step counts.
+All sides (--sides) run in one process and take turns. A cycle is backward, optimizer step and the next forward,
+measured from the end of one forward to the end of another, several cycles later: work still under way at the end of a
+step counts.
 
 Parts (--parts, all by default):
   floors    what the machine does: the host's fused AdamW, locked memory, the link, both lanes of the update
-  speed     4,096 and 16,384 tokens a step: exact, delayed and stepped-ahead update against FSDP2
+  speed     4,096 and 16,384 tokens a step: exact, delayed and stepped-ahead update against FSDP2 and, where it is
+            installed with a compiler for its own Adam, DeepSpeed (stage 2, bf16)
   budget    device_memory = 14, 18, 22 GiB at 4,096 tokens: each in a process of its own, for its peak of memory
   largest   the largest model of width 4,096 that trains (each try in a process of its own)
+  loss      a GPT of 10 M parameters on the letters of a text (--text), 1,000 steps: the loss on its last tenth, exact
+            and with each thing that changes training
   disk      a model whose state is larger than the device memory and the host memory it is given, together
 
 Keys:
   offload_over_fsdp2_T, delayed_..., ahead_...    tokens a second over FSDP2's, at T tokens a step
-  fsdp2_T_s, offload_T_s, delayed_T_s, ahead_T_s  seconds a cycle
+  offload_over_deepspeed_T, ...                   and over DeepSpeed's
+  fsdp2_T_s, deepspeed_T_s, offload_T_s, ...      seconds a cycle; ..._turns_s: of each turn
   no_offload_T_s, gpu_busy_share_T, ..._delayed_T a cycle with all on the GPU; share of a cycle in which kernels run
+  deepspeed_error                                 why DeepSpeed is not there
+  loss_exact, loss_exact_again (another seed), loss_..., ..._over_exact, kept_energy_...
+                                                  held-out losses; of the gradients' energy, what was not put off
   budget_Ggib_tokens_s, budget_Ggib_peak_gib      at a budget of G GiB
   largest_parameters, largest_s                   and seconds a cycle at 4,096 tokens
   disk_parameters, disk_state_gib, disk_s         parameters; their values, master values and moments; seconds a cycle
@@ -30,6 +38,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
+import os
 import resource
 import statistics
 import subprocess
@@ -48,8 +58,21 @@ SPECS = {
     "offload": OFFLOAD,
     "delayed": OFFLOAD[:-1] + ", delayed_update=True, delay_after=0)",
     "ahead": OFFLOAD[:-1] + ", step_ahead=True)",
+    "deferred": OFFLOAD[:-1] + ", defer=4, keep=0.05, delay_after=0)",
     "no_offload": "zero(stage=2, precision=bf16)",
 }
+LOSSES = {
+    "exact": OFFLOAD,
+    "exact_again": OFFLOAD,
+    "deferred": OFFLOAD[:-1] + ", defer=4, keep=0.05)",
+    "deferred_keep_20": OFFLOAD[:-1] + ", defer=4, keep=0.2)",
+    "deferred_2": OFFLOAD[:-1] + ", defer=2, keep=0.05)",
+    "delayed": OFFLOAD[:-1] + ", delayed_update=True)",
+    "bf16_moments": OFFLOAD[:-1] + ", moments=bf16)",
+}
+PEERS = ("fsdp2", "deepspeed")
+SIDES = (*PEERS, *SPECS)
+SUM_CYCLES = 32  # of a turn with deferred steps: after 64 all is stepped, and the parameters to keep are chosen anew
 BUDGETS_GIB = (14, 18, 22)
 DISK_DEVICE_GIB, DISK_HOST_GIB = 12, 6
 GIB = 2**30
@@ -115,58 +138,71 @@ def adamw(model: Any) -> Any:
 
 
 class Side(NamedTuple):
-    """Something that trains."""
+    """Something that trains. forward: the loss of a batch of tokens."""
 
-    forward: Callable[[], Any]
+    forward: Callable[[Any], Any]
+    backward: Callable[[Any], Any]
     step: Callable[[], None]
     close: Callable[[], None]
 
-    def cycles(self, count: int) -> float:
+    def cycles(self, tokens: Any, count: int) -> float:
         """Seconds a cycle."""
-        loss = self.forward()
+        loss = self.forward(tokens)
         loss.item()
         start = time.perf_counter()
         for _ in range(count):
-            loss.backward()
+            self.backward(loss)
             self.step()
-            loss = self.forward()
+            loss = self.forward(tokens)
         loss.item()
         return (time.perf_counter() - start) / count
 
 
-def ours(spec: str, shape: Shape, tokens: Any, *, meta: bool = False) -> Side:
+def backward(loss: Any) -> None:
+    loss.backward()
+
+
+def ours(spec: str, shape: Shape, device: str, *, meta: bool = False) -> Side:
     """The loop that anybody writes, with `un.parallel`."""
     import torch
 
     import unisono as un
 
-    with torch.device("meta" if meta else tokens.device):
+    with torch.device("meta" if meta else device):
         model = gpt(shape)
     optimizer = adamw(model)
-    replica = un.parallel(model, optimizer, spec, world=un.join(device=tokens.device))
+    replica = un.parallel(model, optimizer, spec, world=un.join(device=device))
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Side(lambda: model(tokens), step, replica.close)
+    return Side(model, backward, step, replica.close)
 
 
-def fsdp2(shape: Shape, tokens: Any) -> Side:
+def start_torch(device: str) -> None:
+    """torch's processes, of which there is one: for the peers."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def fsdp2(shape: Shape, device: str) -> Side:
     """FSDP2 with CPUOffloadPolicy and MixedPrecisionPolicy, a fused AdamW on the host."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    cuda = tokens.device.type == "cuda"
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    model = gpt(shape)
+    start_torch(device)
+    with torch.device(device):
+        model = gpt(shape)
+    model.cpu()
     settings: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        "offload_policy": CPUOffloadPolicy(pin_memory=cuda),
-        "mesh": dist.init_device_mesh(tokens.device.type, (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda"),
+        "mesh": dist.init_device_mesh(device, (1,)),
     }
     for block in model.blocks:
         fully_shard(block, **settings)
@@ -177,7 +213,43 @@ def fsdp2(shape: Shape, tokens: Any) -> Side:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Side(lambda: model(tokens), step, lambda: None)
+    return Side(model, backward, step, lambda: None)
+
+
+def deepspeed(shape: Shape, device: str) -> Side:
+    """DeepSpeed's ZeRO-Offload: stage 2 in bf16, its own Adam on the host, which it compiles at the first use."""
+    import torch
+
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # that Adam is for the CPU
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29531",
+    }
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if device != "cuda":
+        raise RuntimeError("it is measured on a GPU")
+    start_torch(device)
+    deepspeed.init_distributed("nccl")
+    with torch.device(device):
+        model = gpt(shape).bfloat16()
+    adam = DeepSpeedCPUAdam(model.parameters(), lr=1e-4, weight_decay=0.01, adamw_mode=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+    return Side(engine, engine.backward, engine.step, lambda: None)
 
 
 def batch(count: int, shape: Shape, device: str) -> Any:
@@ -187,18 +259,18 @@ def batch(count: int, shape: Shape, device: str) -> Any:
     return torch.randint(shape.vocabulary, (count // shape.length, shape.length), generator=generator).to(device)
 
 
-def busy_s(side: Side) -> float:
+def busy_s(side: Side, tokens: Any) -> float:
     """Seconds of a cycle in which some kernel runs; copies are none. Two cycles more, halved."""
-    return (kernels_s(side, 3) - kernels_s(side, 1)) / 2
+    return (kernels_s(side, tokens, 3) - kernels_s(side, tokens, 1)) / 2
 
 
-def kernels_s(side: Side, cycles: int) -> float:
+def kernels_s(side: Side, tokens: Any, cycles: int) -> float:
     """Seconds in which some kernel runs, in so many cycles and the forward before them."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        side.cycles(cycles)
+        side.cycles(tokens, cycles)
     kernels = [e for e in seen.events() if e.device_type == DeviceType.CUDA and not e.name.startswith("Mem")]
     total = end = 0.0  # microseconds; kernels of several streams may run at once
     for start, stop in sorted((e.time_range.start, e.time_range.end) for e in kernels):
@@ -210,31 +282,49 @@ def kernels_s(side: Side, cycles: int) -> float:
 # Parts -------------------------------------------------------------------------------------------------------
 
 
-def speed(shape: Shape, sizes: list[int], device: str, *, repeats: int, cycles: int) -> dict[str, Any]:
-    """Both sides in turn."""
+def speed(
+    shape: Shape, sizes: list[int], device: str, *, names: list[str], repeats: int, cycles: int
+) -> dict[str, Any]:
+    """All sides in turn."""
     found: dict[str, Any] = {}
+    sides: dict[str, Side] = {}
+    for name in names:
+        start = time.perf_counter()
+        try:
+            peer = {"fsdp2": fsdp2, "deepspeed": deepspeed}.get(name)
+            sides[name] = ours(SPECS[name], shape, device) if peer is None else peer(shape, device)
+        except Exception as error:
+            if name != "deepspeed":
+                raise
+            found["deepspeed_error"] = f"{type(error).__name__}: {error}"[:300]
+        print(f"{name}: {time.perf_counter() - start:.1f} s to make, {resident_gib():.1f} GiB by now", flush=True)
     for size in sizes:
         tokens = batch(size, shape, device)
-        sides = {"fsdp2": fsdp2(shape, tokens)}
-        sides |= {name: ours(spec, shape, tokens) for name, spec in SPECS.items()}
         times: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(repeats + 1):
             for name, side in sides.items():
-                taken = side.cycles(cycles if turn else 2)
+                each = max(cycles, SUM_CYCLES) if name == "deferred" else cycles
+                taken = side.cycles(tokens, each if turn else 2)
                 times[name] += [taken] if turn else []
         medians = {name: statistics.median(taken) for name, taken in times.items()}
         found |= {f"{name}_{size}_s": taken for name, taken in medians.items()}
-        for name in ("offload", "delayed", "ahead"):
-            found[f"{name}_over_fsdp2_{size}"] = medians["fsdp2"] / medians[name]
-        if device == "cuda":
-            found[f"gpu_busy_share_{size}"] = busy_s(sides["offload"]) / medians["offload"]
-            found[f"gpu_busy_share_delayed_{size}"] = busy_s(sides["delayed"]) / medians["delayed"]
-        for side in sides.values():
-            side.close()
-        del sides
-        gc.collect()
+        found |= {f"{name}_{size}_turns_s": taken for name, taken in times.items()}
+        for peer_name in PEERS:
+            for name in SPECS:
+                if name in medians and peer_name in medians and name != "no_offload":
+                    found[f"{name}_over_{peer_name}_{size}"] = medians[peer_name] / medians[name]
+        for name, key in (("offload", ""), ("delayed", "delayed_")) if device == "cuda" else ():
+            if name in sides:
+                found[f"gpu_busy_share_{key}{size}"] = busy_s(sides[name], tokens) / medians[name]
         print(json.dumps(found), flush=True)
+    for side in sides.values():
+        side.close()
     return found
+
+
+def resident_gib() -> float:
+    """Of this process, at its peak."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def one(given: dict[str, Any], device: str) -> dict[str, Any]:
@@ -245,14 +335,17 @@ def one(given: dict[str, Any], device: str) -> dict[str, Any]:
     if cuda and "device_gib" in given:
         free = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(1.05 * given["device_gib"] * GIB / free)
-    side = ours(given["spec"], shape, batch(given["tokens"], shape, device), meta=given.get("meta", False))
-    side.cycles(min(3, cycles))  # a budget is filled when the first step has shown what it needs
+    side, tokens = (
+        ours(given["spec"], shape, device, meta=given.get("meta", False)),
+        batch(given["tokens"], shape, device),
+    )
+    side.cycles(tokens, min(3, cycles))  # a budget is filled when the first step has shown what it needs
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    taken = side.cycles(cycles)
+    taken = side.cycles(tokens, cycles)
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
     side.close()
-    return {"s": taken, "peak_gib": peak, "host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    return {"s": taken, "peak_gib": peak, "host_peak_gib": resident_gib()}
 
 
 def alone(asked: argparse.Namespace, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -317,6 +410,78 @@ def parameters(shape: Shape) -> int:
 
     with torch.device("meta"):
         return sum(p.numel() for p in gpt(shape).parameters())
+
+
+# Losses ------------------------------------------------------------------------------------------------------
+
+
+SMALL = Shape(6, 384, 256, 256)
+
+
+def train(spec: str, seed: int, path: Path, shape: Shape, device: str, *, steps: int, rows: int) -> dict[str, Any]:
+    """The loss on the last tenth of a text, after so many steps on the rest."""
+    import torch
+
+    import unisono as un
+
+    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    border, length = text.numel() * 9 // 10, shape.length
+    draw = torch.Generator().manual_seed(seed)
+
+    def take(low: int, high: int, generator: Any) -> Any:
+        starts = torch.randint(low, high - length, (rows,), generator=generator)
+        return torch.stack([text[at : at + length] for at in starts]).to(device)
+
+    torch.manual_seed(seed)
+    model = gpt(shape)
+    model.apply(start_small)
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    ramp = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda t: min((t + 1) / ramp, 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, t / steps))))
+    )
+    replica = un.parallel(model, optimizer, spec, world=un.join(device=device))
+    for _ in range(steps):
+        model(take(0, border, draw)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    shares = replica.kept_energy
+    replica.restore()
+    replica.close()
+    held = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        found = [float(model(take(border, text.numel(), held))) for _ in range(1 if steps < 100 else 60)]
+    return {"loss": statistics.mean(found), "kept_energy": statistics.mean(shares) if shares else None}
+
+
+def start_small(module: Any) -> None:
+    """GPT-2's first values."""
+    from torch import nn
+
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def losses(asked: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    """Each in a process of its own, all at the same time."""
+    command = [sys.executable, __file__, *(["--tiny"] if asked.tiny else []), "--text", asked.text, "--loss"]
+    env = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(names)))}
+    running = {name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True, env=env) for name in names}
+    found: dict[str, Any] = {}
+    for name, process in running.items():
+        said = process.communicate()[0].splitlines()
+        ended = json.loads(said[-1]) if process.returncode == 0 else {"loss": math.nan, "kept_energy": None}
+        found[f"loss_{name}"] = ended["loss"]
+        if name != "exact" and "loss_exact" in found:
+            found[f"loss_{name}_over_exact"] = ended["loss"] / found["loss_exact"]
+        if ended["kept_energy"] is not None:
+            found[f"kept_energy_{name}"] = ended["kept_energy"]
+    return found
 
 
 # Floors ------------------------------------------------------------------------------------------------------
@@ -404,12 +569,16 @@ def update_rate(elements: int, options: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="floors,speed,budget,largest,disk")
+    parser.add_argument("--parts", default="floors,speed,loss,budget,largest,disk")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
     parser.add_argument("--cycles", type=int, default=4, help="cycles in a turn")
+    parser.add_argument("--sides", default=",".join(SIDES), help="of `speed`; some 20 GB of host memory each")
     parser.add_argument("--layers", default="72,64,56,48,40", help="tries of `largest`, of 201 M parameters each")
+    parser.add_argument("--text", default="build/data/tinyshakespeare.txt", help="of `loss`: a file of text")
+    parser.add_argument("--runs", default=",".join(LOSSES), help="of `loss`")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--loss", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     import torch
 
@@ -421,6 +590,11 @@ def main() -> None:
     if asked.one:
         given = json.loads(asked.one)
         print(json.dumps(one(given, device)))
+        return
+    if asked.loss:
+        small, steps, rows = (TINY, 12, 4) if asked.tiny else (SMALL, 1000, 32)
+        spec, seed = LOSSES[asked.loss], int(asked.loss.endswith("_again"))
+        print(json.dumps(train(spec, seed, Path(asked.text), small, device, steps=steps, rows=rows)))
         return
     found: dict[str, Any] = {"tiny": True} if asked.tiny else {"device": torch.cuda.get_device_name()}
     parts = asked.parts.split(",")
@@ -434,8 +608,13 @@ def main() -> None:
         found |= largest(asked, wide, layers, sizes[0], "120GiB")
     if "disk" in parts:
         found |= beyond(asked, TINY if asked.tiny else Shape(layers=48), 64 if asked.tiny else 1024)
+    if "loss" in parts and Path(asked.text).exists():
+        found |= losses(asked, asked.runs.split(","))
     if "speed" in parts:
-        found |= speed(shape, sizes, device, repeats=asked.repeats, cycles=asked.cycles)
+        names = asked.sides.split(",")
+        if unknown := set(names) - set(SIDES):
+            parser.error(f"--sides are {', '.join(SIDES)}, got {', '.join(sorted(unknown))}")
+        found |= speed(shape, sizes, device, names=names, repeats=asked.repeats, cycles=asked.cycles)
     finish(found)
 
 

@@ -136,6 +136,33 @@ def test_a_scale_on_the_device_is_used_by_all_lanes() -> None:
     pipeline.close()
 
 
+@pytest.mark.parametrize("place", ["host", "both", "some resident"])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_steps_taken_ahead_are_bit_by_bit_those_that_are_not(place: str, moments: torch.dtype) -> None:
+    """Every other step is scaled: those are stepped again."""
+    found = []
+    for ahead in (False, True):
+        pipeline, compute = built(ahead=ahead, moments=moments, **PLACES[place])
+        for step in range(8):
+            for u, line in enumerate(compute):
+                pipeline.wait(u)
+                line.clone()
+            busy()
+            for u in reversed(range(len(LENGTHS))):
+                given = gradient(step, u).cuda()
+                pipeline.offer(u, given).hold()
+                given.fill_(torch.nan)
+            pipeline.step(0.5 if step % 2 else 1.0)
+        pipeline.finish()
+        if pipeline.ahead is not None:
+            assert min(pipeline.ahead.claimed, pipeline.ahead.missed) > 0
+        shards = [pipeline.shard(u) for u in range(len(LENGTHS))]
+        found.append([shard.read(name) for shard in shards for name in shard.names()])
+        found[-1] += [line.clone() for line in compute]
+        pipeline.close()
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def test_sixteen_bit_moments_stay_near_full_ones() -> None:
     pipeline, compute = built(gpu_share=0.5, resident=frozenset({0}), moments=torch.bfloat16)
     for _ in train(pipeline, compute):

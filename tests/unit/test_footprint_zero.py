@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import unisono as un
+from unisono.methods.offload.deferred import Deferred
 from unisono.methods.offload.pipeline import Pipeline
 from unisono.methods.strategies.zero.replica import ZeroReplica
 
@@ -88,7 +89,7 @@ def mapped_bytes(replica: un.Replica) -> int:
         return 0
     engine = replica._offload.of(replica._offload.units[0]).engine
     buffers = engine.stepper.buffers
-    lines = engine.pinned_bytes if isinstance(engine, Pipeline) else 0
+    lines = engine.pinned_bytes if isinstance(engine, (Pipeline, Deferred)) else 0
     return lines + (buffers._limit * max(b.memory.numel() for b in buffers._buffers) if buffers is not None else 0)
 
 
@@ -126,6 +127,7 @@ def test_a_second_copy_of_what_is_split_takes_what_was_predicted(stage: int, pre
         "stage=2, optimizer_on='cpu'",
         "stage=3, precision='bf16', optimizer_on='cpu'",
         "stage=2, precision='bf16', optimizer_on='cpu', step_ahead=True",
+        "stage=2, precision='bf16', optimizer_on='cpu', defer=4, keep=0.1, delay_after=0",
         "stage=2, precision='bf16', optimizer_on='cpu', moments='bf16'",
         "stage=1, precision='bf16', optimizer_on='disk'",
         "stage=3, precision='bf16', optimizer_on='disk', params_on='disk'",

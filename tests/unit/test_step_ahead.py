@@ -44,6 +44,19 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is asked for when all units have had their turn."""
+    claim = StepsAhead.claim
+
+    def later(ahead: StepsAhead, *args: Any) -> Any:
+        for guess in ahead._guesses.values():
+            assert guess._started.wait(30)
+        return claim(ahead, *args)
+
+    monkeypatch.setattr(StepsAhead, "claim", later)
+
+
+@pytest.fixture
 def slow() -> Iterator[LateStreams]:
     streams = LateStreams(3)
     yield streams
@@ -98,6 +111,7 @@ def reference(make: Make, gradients: Gradients) -> list[Tensor]:
     return plain(make, scaled, holes=HOLES)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("make", [adamw, sgd, nadam, amsgrad])
 @pytest.mark.parametrize("place", ["host", "half staged", "some resident", "at once"])
 def test_guesses_right_and_wrong_give_what_the_optimizer_gives(make: Make, place: str, slow: LateStreams) -> None:
@@ -134,6 +148,7 @@ def test_the_state_is_bit_by_bit_that_of_steps_that_are_not_taken_ahead(moments:
     assert equal(*found)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("place", ["host", "half staged"])
 def test_nothing_is_seen_before_the_step_is_asked_for_nor_if_it_never_is(place: str, slow: LateStreams) -> None:
     gradients = random_gradients(4)
@@ -287,6 +302,27 @@ def test_an_error_in_a_step_that_was_taken_ahead_is_raised_by_that_step(monkeypa
     pipeline.close()
 
 
+def test_units_whose_turn_has_not_come_are_stepped_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = random_gradients(3)
+    pipeline, compute = built(adamw, ahead=True)
+    for given in gradients:
+        gate = Gate(monkeypatch, "claim")
+        pipeline.offer(3, given[3].clone())
+        assert gate.under_way.wait(30)
+        for u in (2, 1, 0):
+            pipeline.offer(u, given[u].clone())
+        pipeline.step()
+        pipeline.finish()
+        monkeypatch.undo()
+        assert len(gate.started) == 1
+    assert pipeline.ahead is not None
+    assert (pipeline.ahead.claimed, pipeline.ahead.missed) == (3, 0)
+    expected = plain(adamw, gradients)
+    assert_same(masters(pipeline), expected)
+    assert_same(compute, [line.to(torch.bfloat16) for line in expected])
+    pipeline.close()
+
+
 def test_a_delay_and_steps_ahead_are_refused_together() -> None:
     with pytest.raises(ValueError, match="delayed=True and ahead=True"):
         built(adamw, ahead=True, delayed=True)
@@ -307,10 +343,10 @@ class Gate:
             return step(stepper, index, *args, **options)
 
         def then(ahead: Any, *args: Any) -> Any:
-            if until == "_forget":  # what is forgotten is forgotten before anything goes on
-                call(ahead, *args)
+            if until in ("_forget", "claim"):  # what is forgotten is forgotten before anything goes on
+                found = call(ahead, *args)
                 self._open.set()
-                return None
+                return found
             self._open.set()
             return call(ahead, *args)
 
@@ -326,7 +362,7 @@ def test_state_is_read_when_its_step_is_not_under_way(monkeypatch: pytest.Monkey
     assert pipeline.ahead is not None
     guess = pipeline.ahead._guesses[2]
     pipeline.shard(2)
-    assert guess.ended.is_set()
+    assert guess._started.is_set()
     pipeline.close()
 
 
@@ -340,6 +376,6 @@ def test_closing_waits_for_what_is_under_way_and_begins_nothing(monkeypatch: pyt
     first = pipeline.ahead._guesses[3]
     pipeline.offer(2, random_gradients(1)[0][2])
     pipeline.close()
-    assert first.ended.is_set()
+    assert first._started.is_set()
     assert len(gate.started) == 1
     assert equal(compute, here)

@@ -365,6 +365,7 @@ def test_blocks_may_be_begun_together() -> None:
 
 def test_an_error_of_a_block_is_raised_by_its_end_and_the_other_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     stepper, values, whole, reference = begun_pair(threads=2)
+    stepper._pool = None
     for worker in stepper._workers._idle:
         real = worker.step_tiles
 

@@ -12,12 +12,26 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
+from unisono.methods.offload.ahead import StepsAhead
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
 SEED = threading.Lock()  # torch.manual_seed is the process's
 AHEAD = "zero(stage={}, optimizer_on=cpu, step_ahead=True, unit_bytes=3000)"
 PLAIN = "zero(stage={}, optimizer_on=cpu, unit_bytes=3000)"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is asked for when all units have had their turn: it can be counted which were stepped ahead."""
+    claim = StepsAhead.claim
+
+    def later(ahead: StepsAhead, *args: Any) -> Any:
+        for guess in ahead._guesses.values():
+            assert guess._started.wait(30)
+        return claim(ahead, *args)
+
+    monkeypatch.setattr(StepsAhead, "claim", later)
 
 
 class Net(nn.Module):
@@ -33,10 +47,10 @@ class Net(nn.Module):
         return self.seldom(y) if seldom else y
 
 
-def net(dtype: torch.dtype = torch.float32) -> Net:
+def net(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Net:
     with SEED:
         torch.manual_seed(0)
-        return Net().to(dtype)
+        return Net().to(device, dtype)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -62,8 +76,9 @@ class Program:
         self.exact = False  # clip by a power of two, by a norm that one rank can tell
 
     def backward(self, t: int) -> None:
-        x = torch.cat([batch(t, rank, self.dtype) for rank in self.ranks])
-        loss = nn.functional.mse_loss(self.model(x[:, :16], seldom=t % 5 in (1, 2)), x[:, 16:])
+        x = torch.cat([batch(t, rank, self.dtype) for rank in self.ranks]).to(next(self.model.parameters()).device)
+        found = self.model(x[:, :16], seldom=t % 5 in (1, 2)).to(x.dtype)
+        loss = nn.functional.mse_loss(found, x[:, 16:])
         (loss * (30.0 if t % 7 == 4 else torch.inf if self.overflows and t % 19 == 9 else 1.0)).backward()
 
     def clip(self) -> float:
@@ -112,6 +127,7 @@ def count(replica: Any) -> tuple[int, int]:
     return sum(one.claimed for one in found), sum(one.missed for one in found)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("stage", "size", "steps"), [(2, 1, 120), (2, 2, 120), (1, 2, 48), (3, 2, 48), (3, 1, 48)])
 def test_a_program_that_clips_and_leaves_steps_out_trains_bit_by_bit_as_without(
     stage: int, size: int, steps: int
@@ -135,6 +151,29 @@ def test_a_program_that_clips_and_leaves_steps_out_trains_bit_by_bit_as_without(
         assert min(done) > steps / 4  # and some guesses were right, some wrong
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("stage", "more"), [(2, ""), (2, ", precision=bf16"), (3, ", precision=bf16, moments=bf16")])
+def test_on_a_gpu_500_steps_that_clip_and_leave_steps_out_are_bit_by_bit_those_without(
+    stage: int, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.methods.offload.pipeline.staged_share", lambda threads: 0.0)  # all is small
+    found = []
+    for spec in (AHEAD, PLAIN):
+        program = Program(net(device="cuda"), [0])
+        asked = spec.format(stage)[:-1] + more + ")"
+        replica = un.parallel(program.model, program.optimizer, asked, world=un.join(device="cuda"))
+        program.run(range(500))
+        if spec is AHEAD:
+            assert min(count(replica)) > 100
+        assert min(program.clipped, program.left_out) >= 20
+        state = program.optimizer.state_dict()
+        replica.restore()
+        replica.close()
+        found.append([values_of(program.model), state, program.clipped, program.left_out])
+    assert same(*found)
+
+
+@pytest.mark.usefixtures("patient")
 def test_alone_it_trains_bit_by_bit_as_torchs_optimizer() -> None:
     found = []
     for spec in (None, AHEAD.format(2)):

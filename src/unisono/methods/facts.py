@@ -160,6 +160,8 @@ class Keeps:
     moments: str = "fp32"
     delayed_update: bool = False
     step_ahead: bool = False
+    defer: int | None = None
+    kept_share: float = 0.0
     spare: bool = False
     within: Any = None
     across: Reducer | None = None

@@ -5,7 +5,8 @@ multiplies gradients then, a scheduler may have changed the learning rate, a gra
 
   begin   a unit's gradient has arrived: it is stepped as if it were applied as it is, into a second copy of its state
   claim   the step is asked for: where it is the one that was guessed, the two copies are to change places; where it is
-          not, the second is forgotten, and the unit is stepped again from the first, which nothing has touched
+          not, the second is forgotten, and the unit is stepped again from the first, which nothing has touched. A unit
+          whose turn has not come yet is stepped in place, which takes less of the memory's time
 
 Until then nobody sees a guess: values, state and counts are those before it, and a step that never comes leaves none.
 """
@@ -13,8 +14,9 @@ Until then nobody sees a guess: values, state and counts are those before it, an
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from unisono.methods.offload.pipeline import Mark
 
 Ranges = Sequence[tuple[int, int]]
+_AT_ONCE = 2  # units
 
 
 class Work(NamedTuple):
@@ -45,36 +48,57 @@ class Guess:
     def __init__(self, settings: StepSettings, absent: Ranges, blocks: Sequence[Block]) -> None:
         self.settings, self.absent = settings, absent
         self.versions = {block: block.version for block in blocks}
-        self.is_void = False  # it will not be used: what has not begun need not
-        self.ended = threading.Event()
-        self._takes: dict[Block, Callable[[], None]] = {}
+        self._is_void = self._has_begun = False
+        self._lock, self._started = threading.Lock(), threading.Event()
+        self._calls: dict[Block, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._error: BaseException | None = None
 
-    def run(self, arrived: Mark, start: Callable[[Block], tuple[Callable[[], None], Callable[[], None]]]) -> None:
-        """Step all blocks; `start` begins one and returns what waits for its end, and what takes it over then."""
+    def begin(self, arrived: Mark, start: Callable[[Block], tuple[Callable[[], None], Callable[[], None]]]) -> None:
+        """Begin to step all blocks; `start` begins one and returns what waits for its end, and what takes it over."""
         try:
-            with ExitStack() as ends:  # whatever happens, all that has begun is waited for
-                arrived.wait()
-                for block in () if self.is_void else self.versions:
-                    wait, self._takes[block] = start(block)
-                    ends.callback(wait)
+            arrived.wait()
+            with self._lock:
+                self._has_begun = not self._is_void
+            for block in self.versions if self._has_begun else ():
+                self._calls[block] = start(block)
         except BaseException as error:  # raised by the step that is this one, if it comes
             self._error = error
         finally:
-            self.ended.set()
+            self._started.set()
+
+    def drop(self, *, always: bool) -> bool:
+        """Do not begin it, and whether it has not begun; `always`: it will not be used in either case."""
+        with self._lock:
+            self._is_void = always or not self._has_begun
+            return not self._has_begun
+
+    def wait(self) -> None:
+        """Wait until nothing is under way; what went wrong is raised elsewhere."""
+        self._started.wait()
+        for wait, _ in self._calls.values():
+            with suppress(BaseException):
+                wait()
 
     def find_take(self, block: Block) -> Callable[[], None]:
-        """What lets the step of a block have happened; raises what went wrong in the unit."""
+        """What waits for a block and lets its step have happened; raises what went wrong in the unit."""
+        self._started.wait()
         if self._error is not None:
             raise self._error
-        return self._takes[block]
+        wait, take = self._calls[block]
+
+        def end() -> None:
+            wait()
+            take()
+
+        return end
 
 
 class StepsAhead:
     """The guesses of a pipeline, at most one for each unit.
 
     lane: the thread in which blocks are stepped, in order. find_work: of a block, with the ranges of its unit that are
-    taken to have no gradient. claimed, missed: how many units were stepped ahead for good, and for nothing.
+    taken to have no gradient. claimed, missed: how many units were stepped ahead for good, and for nothing; the others
+    had not been begun when the step was asked for.
     """
 
     def __init__(
@@ -89,6 +113,7 @@ class StepsAhead:
         for block in blocks:
             self._blocks.setdefault(block.unit, []).append(block)
         self._guesses: dict[int, Guess] = {}
+        self._under_way: deque[Guess] = deque()  # of the lane: threads that are done with one go on with the next
         self._absent: Mapping[int, Ranges] = {}  # in the last step: those that stay unused are guessed right
         self.claimed = self.missed = 0
 
@@ -99,7 +124,13 @@ class StepsAhead:
                 self._forget([self._guesses[u]])
             guess = Guess(self._stepper.foresee(), self._absent.get(u, ()), self._blocks[u])
             self._guesses[u] = guess
-            self._lane.submit(partial(guess.run, arrived, partial(self._start, guess)))
+            self._lane.submit(partial(self._begin, guess, arrived))
+
+    def _begin(self, guess: Guess, arrived: Mark) -> None:
+        while len(self._under_way) >= _AT_ONCE:
+            self._under_way.popleft().wait()
+        guess.begin(arrived, partial(self._start, guess))
+        self._under_way.append(guess)
 
     def _start(self, guess: Guess, block: Block) -> tuple[Callable[[], None], Callable[[], None]]:
         work = self._find_work(block, guess.absent)
@@ -108,18 +139,16 @@ class StepsAhead:
     def wait(self, u: int) -> None:
         """Wait until nothing is under way in unit `u`, so that its state can be read."""
         if u in self._guesses:
-            self._guesses[u].ended.wait()
+            self._guesses[u].wait()
 
     def close(self) -> None:
         """Forget all, and wait until nothing is under way."""
         self._forget(self._guesses.values())
         for guess in self._guesses.values():
-            guess.ended.wait()
+            guess.wait()
 
     def _forget(self, guesses: Collection[Guess]) -> None:
-        for guess in guesses:
-            guess.is_void = True
-        self.missed += len(guesses)
+        self.missed += sum(not guess.drop(always=True) for guess in guesses)
 
     def claim(self, settings: StepSettings, scale: float | Tensor, absent: Mapping[int, Ranges]) -> dict[int, Guess]:
         """A step is asked for: those guesses that are it, by unit. The others are forgotten, without waiting."""
@@ -129,8 +158,9 @@ class StepsAhead:
             same = plain and list(guess.absent) == list(absent.get(u, ())) and is_same(guess.settings, settings)
             if same and all(block.version == version for block, version in guess.versions.items()):
                 found[u] = guess
-        self.claimed += len(found)
         self._forget([guess for u, guess in self._guesses.items() if u not in found])
+        found = {u: guess for u, guess in found.items() if not guess.drop(always=False)}
+        self.claimed += len(found)
         self._guesses, self._absent = {}, absent
         return found
 

@@ -72,6 +72,11 @@ class Runs:
         self._runs = [Run(run.start, run.stop, run.group) for run in self.given]
         self._cells: dict[tuple[int, int, int], tuple[object, list[Cell]]] = {}
 
+    @property
+    def now(self) -> Sequence[Run]:
+        """The runs as they are cut at present, with their scalars."""
+        return self._runs
+
     def batches(self, absent: Iterable[tuple[int, int]], rule: Rule, groups: Sequence[Settings]) -> list[Batch]:
         """Group the runs outside the `absent` ranges: those that agree form a batch. `groups`: the settings of all."""
         holes = list(absent)

@@ -40,6 +40,9 @@ def step_tiles(
     tile: int,
     held: list[Tensor],
     before: list[Tensor],
+    ratios: list[float],
+    each: int,
+    first_ratio: int,
 ) -> int:
     """Step elements of `master` and of the state `lines` in place, with those of `gradient`; all are of one length.
 
@@ -49,23 +52,30 @@ def step_tiles(
     master, for the gradient and for each line; `bits`: that of the lines as int32. Lines in bfloat16 are computed with
     there and rounded back; `places`: where each begins in `table`. held: a list of one tensor; TorchScript takes a call
     that changes only lists made in the function itself for one without effect, and drops it. before: what `master` and
-    `lines` are before the step, if they are to be written and not changed in place; else empty.
+    `lines` are before the step, if they are to be written and not changed in place; else empty. ratios: by how much
+    larger than a gradient those are that the second line takes the squares of (Adam's), one for every `each` elements,
+    the first of them for those at `first_ratio * each`; each = 0: there are none.
     """
     done = 0
     for k in range(len(spans) // 2):
         at = spans[2 * k]
         while at < spans[2 * k + 1]:
             end = min(at + tile, spans[2 * k + 1])
+            ratio = 1.0
+            if each > 0:
+                end = min(end, (at // each + 1) * each)
+                ratio = ratios[at // each - first_ratio]
             size = end - at
             p = master[at:end]
             if len(before) > 0:
                 p.copy_(before[0][at:end])
             g = gradient[at:end]
-            if g.dtype != p.dtype or scale != 1.0:
+            factor = scale * ratio
+            if g.dtype != p.dtype or factor != 1.0:
                 g = scratch[0][:size]
                 g.copy_(gradient[at:end])
-                if scale != 1.0:
-                    g.mul_(scale)
+                if factor != 1.0:
+                    g.mul_(factor)
             state: list[list[Tensor]] = []
             for i in range(len(lines)):
                 line = lines[i][at:end]
@@ -78,7 +88,14 @@ def step_tiles(
                     line.fill_(first[i])
                 state.append([line])
             held[0] = p
-            call_kernel(kind, numbers, flags, [step], fresh, held, [g], state)
+            if ratio == 1.0:
+                call_kernel(kind, numbers, flags, [step], fresh, held, [g], state)
+            else:  # a step with larger gradients, a first moment as much larger and as much smaller a rate
+                state[0][0].mul_(ratio)
+                numbers_now = numbers.copy()
+                numbers_now[0], numbers_now[1] = numbers[0] / ratio, numbers[1] * ratio
+                call_kernel(kind, numbers_now, flags, [step], fresh, held, [g], state)
+                state[0][0].mul_(1.0 / ratio)
             for i in range(len(lines)):
                 if lines[i].dtype != p.dtype:
                     round_bits(bits[i][:size], table, places[i] + at)
@@ -179,6 +196,7 @@ def compile_step_tiles() -> Callable[..., int]:
 def agrees(other: Callable[..., int], kind: int) -> bool:
     """Whether another form of `step_tiles` steps a few numbers exactly as it does."""
     results = []
+    parts: tuple[list[float], int, int] = ([0.5, 2.0, 1.0], 16, 0) if kind == ADAMW else ([], 0, 0)
     for form, away in itertools.product((step_tiles, other), (False, True)):
         values = torch.linspace(-1.0, 1.0, 40, dtype=torch.float32)
         out = torch.zeros(40, dtype=torch.bfloat16)
@@ -194,6 +212,6 @@ def agrees(other: Callable[..., int], kind: int) -> bool:
             x[:20].fill_(7.0)  # what is stepped
             x[24:].fill_(7.0)
         with torch.no_grad():
-            form(*arguments, *given, scratch, bits, table, [3, 5], 16, [values], before)
+            form(*arguments, *given, scratch, bits, table, [3, 5], 16, [values], before, *parts)
         results.append([values, out, *lines])
     return all(torch.equal(a, b) for every in results[1:] for a, b in zip(results[0], every, strict=True))

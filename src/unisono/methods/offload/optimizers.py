@@ -60,6 +60,10 @@ class Rule(ABC):
         """The scalars that every call of one step gets; `scalars` are those so far, None before the first step."""
         return scalars or {}
 
+    def find_given(self, after: Scalars) -> Scalars:
+        """What a kernel is given of the scalars that `advance` has returned."""
+        return after
+
     def read_scalars(self, given: Mapping[str, Any]) -> Scalars:
         """Scalars from a checkpoint, in the form that the optimizer keeps them in."""
         return dict(given)
@@ -97,7 +101,8 @@ class GroupStep:
         """`before`: the scalars so far; None before the first step."""
         self.settings, self.is_fresh = settings, before is None
         self.lines = rule.find_state(settings).lines
-        self.scalars = self.after = rule.advance(before)
+        self.after = rule.advance(before)
+        self.scalars = rule.find_given(self.after)
         self.kernel = rule.find_kernel(settings) if rule.has_kernel else None
         self._rule = rule
 
@@ -143,6 +148,23 @@ class FusedAdam(_CountingRule):
         kind = ADAMW if group.get("decoupled_weight_decay") else ADAM
         numbers = _floats(group["lr"], group["weight_decay"], *group["betas"], group["eps"])
         return KernelCall(kind, numbers, [group["maximize"], group["amsgrad"]])
+
+
+class SeveralSteps(FusedAdam):
+    """So many of Adam's steps with one gradient, taken as one: learning rates were added up."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def advance(self, scalars: Scalars | None) -> Scalars:
+        return {"step": super().advance(scalars)["step"].add_(self._count - 1)}
+
+    def find_given(self, after: Scalars) -> Scalars:
+        return {"step": after["step"] / self._count}  # the power that the decays are taken to
+
+    def find_kernel(self, group: Settings) -> KernelCall:
+        betas = tuple(beta**self._count for beta in group["betas"])
+        return super().find_kernel({**group, "betas": betas})
 
 
 class FusedSGD(Rule):

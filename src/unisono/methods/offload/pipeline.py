@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -181,6 +182,7 @@ class _Update:
     marks: dict[int, list[Mark]]
     ready: dict[int, threading.Event]
     ahead: dict[int, Guess]  # units that have been stepped, or are about to be, before this step was asked for
+    order: frozenset[int]  # the same; they stay so when an update that failed goes on
     at: int = 0  # the next of the CPU's blocks
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -359,6 +361,7 @@ class Pipeline:
         scale = scale.detach() if isinstance(scale, Tensor) else float(scale)
         start = self.streams.now()
         settings = self.stepper.begin()
+        ahead = {} if self.ahead is None else self.ahead.claim(settings, scale, absent or {})
         update = _Update(
             settings=settings,
             side=self._count % (2 if self.delayed else 1),
@@ -370,7 +373,8 @@ class Pipeline:
             scale_read=self._read_scale(scale, start),
             marks={u: [] for u in self._arrived},
             ready={u: threading.Event() for u in self._arrived},
-            ahead={} if self.ahead is None else self.ahead.claim(settings, scale, absent or {}),
+            ahead=ahead,
+            order=frozenset(ahead),
         )
         self._update, self._arrived = update, {}
         self._count += 1
@@ -418,14 +422,14 @@ class Pipeline:
         try:
             update.scale_read.wait()
             scale = float(self._scale)
-            mine = [block for block in self._host if block.unit in update.arrived]
+            mine = self._find_order(update)
             for number in range(update.at, len(mine)):
                 block = mine[number]
                 if number + 1 < len(mine):
                     self.stepper.prefetch(mine[number + 1].index)
                 update.arrived[block.unit].wait()
                 begun.append((block, self._start_block(block, update, scale)))
-                if len(begun) == _AT_ONCE:
+                if len(begun) > _AT_ONCE:
                     self._end_block(*begun.popleft(), update)
             self._end_blocks(begun, update)
             self.stepper.flush()
@@ -436,6 +440,16 @@ class Pipeline:
             update.ended.set()
             for event in update.ready.values():  # also of units that the CPU has no block of
                 event.set()
+
+    def _find_order(self, update: _Update) -> list[Block]:
+        """The blocks of the update as they are stepped: in forward order; those that were stepped before are sent in
+        between, beside the others' steps."""
+        mine = [block for block in self._host if block.unit in update.arrived]
+        before = [block for block in mine if block.unit in update.order]
+        rest = [block for block in mine if block.unit not in update.order]
+        head, tail = rest[:_AT_ONCE], rest[_AT_ONCE:]
+        pairs = zip_longest(before, tail)
+        return [*head, *(block for pair in pairs for block in pair if block is not None)]
 
     def _start_block(self, block: Block, update: _Update, scale: float) -> Callable[[], None]:
         if block.unit in update.ahead:

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.methods.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk, Run, Shard, Spans
+from unisono.methods.offload import native
+from unisono.methods.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk, Run, Spans
 from unisono.methods.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, Frozen, bytes_on_disk, place_on_disk
 from unisono.methods.offload.disk import Disk, DiskError
 from unisono.methods.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
-from unisono.methods.offload.optimizers import GroupStep, Rule, Settings, make_rule, read_settings
+from unisono.methods.offload.optimizers import FusedAdam, GroupStep, Rule, Settings, make_rule, read_settings
 
-__all__ = ["Block", "ChunkLines", "HostShards", "Run", "StepSettings", "Stepper", "disk_bytes"]
+__all__ = ["Block", "ChunkLines", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
 _TILE = 1 << 17  # elements: their cast gradient is still in a core's cache when the optimizer reads it
 _PLAIN_TILE = 1 << 20  # where every call of a tile needs Python's lock
@@ -33,10 +34,23 @@ _OWN_CELL = 1 << 18  # for an optimizer without a fused kernel, which steps a ce
 
 
 class StepSettings(NamedTuple):
-    """The settings of all param groups for one step, and the step's number."""
+    """The settings of all param groups for one step, and the step's number. rule: how to step, if otherwise."""
 
     groups: list[Settings]
     step: int
+    rule: Rule | None = None
+
+
+class Ratios(NamedTuple):
+    """For every `each` elements of a block, a ratio: see `step_tiles`."""
+
+    values: list[float]
+    each: int
+
+    def cut(self, start: int, stop: int) -> tuple[list[float], int, int]:
+        """Those of elements [start, stop), as `step_tiles` takes them."""
+        first = start // self.each
+        return self.values[first : (stop - 1) // self.each + 1], self.each, first
 
 
 class Stepper:
@@ -77,6 +91,8 @@ class Stepper:
         self._moments = moments
         self._rounding = Rounding(seed, torch.device("cpu"))
         self._workers = _Workers(threads)
+        compiled = isinstance(self._rule, FusedAdam) and native.load() is not None
+        self._pool = native.NativePool(self._workers.threads) if compiled else None
         self._disk, self._chunk_elements, self._ahead = disk, chunk_elements, ahead
         self._settings: StepSettings | None = None
         self._unfinished: dict[int, int] = {}  # blocks whose step an error broke off, with the next chunk to step
@@ -123,12 +139,14 @@ class Stepper:
         scale: float = 1.0,
         absent: Iterable[tuple[int, int]] = (),
         settings: StepSettings | None = None,
+        ratios: Ratios | None = None,
     ) -> Callable[[], None]:
         """Begin to step one block with `scale * gradient`; `out` receives the new values in its own dtype. Call what is
         returned to wait for the end, before the block is used again.
 
         `absent` are ranges of elements without a gradient: they and their state stay as they are. `settings` is what
-        `begin` returned for this step, the latest by default. Padding between the runs is never stepped.
+        `begin` returned for this step, the latest by default. `ratios`: of a block in memory, see `step_tiles`. Padding
+        between the runs is never stepped.
         A block in memory is stepped in the background: another may be begun meanwhile. One on disk is done at once; if
         the disk fails, `DiskError` is raised, and after a `flush` that succeeds the same call goes on where it ended.
         """
@@ -138,7 +156,7 @@ class Stepper:
                 raise RuntimeError("call begin() before the first step: it reads the optimizer's settings")
             block = self.blocks[index]
             batches = self._find_batches(block, gradient, out, absent, settings)
-            begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale))
+            begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale), ratios=ratios)
             if block.home == "cpu":
                 return partial(self._finish, block, batches, begin(block.chunks[0]))
             assert self.buffers is not None
@@ -183,7 +201,7 @@ class Stepper:
         _check_line("gradient", gradient, block.length)
         if out is not None:
             _check_line("out", out, block.length)
-        batches = block.steps.batches(absent, self._rule, settings.groups)
+        batches = block.steps.batches(absent, settings.rule or self._rule, settings.groups)
         self._check_state(block, settings)
         return batches
 
@@ -197,22 +215,57 @@ class Stepper:
         scale: float,
         chunk: Chunk,
         into: Mapping[str, Tensor] | None = None,
+        ratios: Ratios | None = None,
     ) -> Callable[[], None]:
         """`into`: lines that are written, instead of the chunk's own."""
         start, stop = chunk.start, chunk.stop
-        cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
         lines, places = ChunkLines(chunk.open(), into), dict.fromkeys(block.first, 0)
         if self._moments == torch.bfloat16:
             places = {
                 k: start + self._rounding.find_place(settings.step, block.index, i) for i, k in enumerate(block.first)
             }
         mine, new = gradient[start:stop], None if out is None else out[start:stop]
-        make = _make_fused_step if self._rule.has_kernel else _make_own_step
+        flags = [flag for batch in batches if batch.step.kernel is not None for flag in batch.step.kernel.flags]
+        if self._pool is not None and not any(flags) and native.fits(lines.old, mine, new):
+            whole = block.steps.cells(batches, start, stop, stop - start)
+            return self._begin_native(self._pool, batches, whole, lines, mine, new, scale, [*places.values()], ratios)
+        cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
+        make = partial(_make_fused_step, ratios=ratios) if self._rule.has_kernel else _make_own_step
         steps = {
             i: make(batch.step, lines, mine, new, scale, self._rounding.table, places)
             for i, batch in enumerate(batches)
         }
         return self._workers.start({**steps, IDLE: partial(_copy_out, lines, new)}, cells)
+
+    def _begin_native(
+        self,
+        pool: native.NativePool,
+        batches: Sequence[Batch],
+        cells: Sequence[Cell],
+        lines: ChunkLines,
+        gradient: Tensor,
+        out: Tensor | None,
+        scale: float,
+        places: Sequence[int],
+        ratios: Ratios | None,
+    ) -> Callable[[], None]:
+        """The same by compiled code; `cells`: all that is to be done."""
+        old, new, waits = [*lines.old.values()], [*lines.new.values()], []
+        for number, spans in (each for cell in cells for each in cell.items()):
+            kind, numbers, count, fresh = 0, None, 1.0, False
+            if number != IDLE:
+                now = batches[number].step
+                assert now.kernel is not None
+                kind, numbers, count = now.kernel.kind, now.kernel.numbers, float(now.scalars["step"])
+                fresh = now.is_fresh
+            head = (kind, numbers, count, fresh, spans, old, new, gradient, scale, out)
+            waits.append(pool.start(native.Step(*head, self._rounding.table, places, ratios, pool.width)))
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return wait
 
     def _finish(self, block: Block, batches: Sequence[Batch], wait: Callable[[], None]) -> None:
         wait()
@@ -242,6 +295,8 @@ class Stepper:
     def close(self) -> None:
         """End the threads. The disk stays open: whoever made it closes it."""
         self._workers.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def _check_state(self, block: Block, settings: StepSettings) -> None:
         """Refuse settings that need state which the block has no lines for."""
@@ -303,7 +358,7 @@ class ChunkLines:
 
 def _make_fused_step(
     now: GroupStep, lines: ChunkLines, gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
-    places: Mapping[str, int],
+    places: Mapping[str, int], *, ratios: Ratios | None,
 ) -> StepSpans:  # fmt: skip
     assert now.kernel is not None
     kept, master = now.lines, lines.new["master"]
@@ -320,9 +375,9 @@ def _make_fused_step(
         scratch = [worker.scratch(i, size, master.dtype) for i in range(1 + len(state))]
         bits = [line.view(torch.int32) for line in scratch[1:]] if narrow else []
         lines.carry(others, spans)
-        worker.step_tiles(
-            *(*head, spans, master, gradient, scale, state, out, scratch, bits, table, begins, size, [master], before)
-        )
+        mine: tuple[Any, ...] = ([], 0, 0) if ratios is None else ratios.cut(spans[0], spans[-1])
+        given = (spans, master, gradient, scale, state, out, scratch, bits, table, begins, size, [master], before)
+        worker.step_tiles(*head, *given, *mine)
 
     return step
 
@@ -362,116 +417,6 @@ def _copy_out(lines: ChunkLines, out: Tensor | None, _worker: _Worker, spans: Sp
             out[low:high].copy_(lines.new["master"][low:high])
 
 
-# Values that rest elsewhere ------------------------------------------------------------------------------------------
-
-
-class _Rest(NamedTuple):
-    """What is left of a step: its settings, and the gradients that are still to be applied."""
-
-    settings: StepSettings
-    gradients: dict[int, Tensor]
-    scale: float
-    absent: Mapping[int, Any]
-
-
-class HostShards:
-    """Steps the optimizer over shards that rest on the host or on disk, where they are, and gives their values to the
-    device when a module needs them: ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857).
-
-    keep: `shard.compute`, on the host, holds the values that compute; otherwise they are made from the master values at
-    each use, and `shard.compute` is let go.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        moments: torch.dtype = torch.float32,
-        disk: Disk | None = None,
-        keep: bool,
-    ) -> None:
-        self.stepper = Stepper(optimizer, moments=moments, disk=disk)
-        self._keep = keep
-        self._shards: list[Shard] = []
-        self._gradients: dict[int, Tensor] = {}
-        self._rest: _Rest | None = None  # of a step that an error broke off
-
-    def add(self, shard: Shard) -> None:
-        """Take one more unit."""
-        values = (shard.compute if shard.master is None else shard.master).detach()
-        own = values.to("cpu", shard.master_dtype, copy=shard.home == "cpu").contiguous()
-        shard.blocks = [self.stepper.add(Block(own, shard.runs, shard.home, unit=len(self._shards)))]
-        shard.master = None
-        if not self._keep:
-            shard.compute = torch.empty(0, dtype=shard.compute.dtype)
-        self._shards.append(shard)
-
-    def offer(self, u: int, gradient: Tensor, *, replace: bool = False) -> None:
-        """Take the gradient of unit `u` for the next step, instead of one that it may have."""
-        self._gradients[u] = gradient.detach().to("cpu")
-
-    def step(self, scale: float = 1.0, absent: Mapping[int, Any] | None = None, *, delay: bool | None = None) -> None:
-        """Step everything, in order; the disk reads ahead and writes behind."""
-        if delay:
-            raise ValueError("a delayed update needs parameters on the device")
-        self.retry()
-        self._rest = _Rest(self.stepper.begin(), self._gradients, scale, absent or {})
-        self._gradients = {}
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Step what is left; where it fails, what was done is kept, and the rest stays to be done."""
-        rest = self._rest
-        if rest is None:
-            return
-        order = sorted(rest.gradients)
-        for number, u in enumerate(order):
-            for soon in order[number : number + 2]:
-                self.stepper.prefetch(soon)
-            out = self._shards[u].compute if self._keep else None
-            absent = rest.absent.get(u, ())
-            gradient = rest.gradients[u]
-            self.stepper.step(u, gradient, out, scale=rest.scale, absent=absent, settings=rest.settings)
-            del rest.gradients[u]
-        self.stepper.flush()
-        self._rest = None
-
-    def retry(self) -> None:
-        """After an error of the disk: go on with the step where it broke off. Nothing was lost."""
-        if self._rest is not None:
-            self.stepper.flush()
-            self._go_on()
-
-    def wait(self, u: int) -> None:
-        """No-op: `step` returns when everything has been stepped."""
-
-    def values(self, u: int) -> Tensor:
-        """The values of unit `u`, on the host, in the dtype that computes."""
-        shard = self._shards[u]
-        return shard.compute if self._keep else shard.read("master").to(shard.compute.dtype)
-
-    def finish(self) -> None:
-        """Wait for the disk."""
-        self.stepper.flush()
-
-    def shard(self, u: int) -> Shard:
-        """The state of unit `u`, to be read and set."""
-        return self._shards[u]
-
-    @property
-    def steps(self) -> int:
-        """Steps so far."""
-        return self.stepper.steps
-
-    @steps.setter
-    def steps(self, count: int) -> None:
-        self.stepper.steps = count
-
-    def close(self) -> None:
-        """End the threads."""
-        self.stepper.close()
-
-
 # Threads --------------------------------------------------------------------------------------------------------
 
 
@@ -499,15 +444,15 @@ class _Workers:
         if threads is not None and threads < 1:
             raise ValueError(f"got threads={threads}: expected at least 1")
         here = torch.get_num_threads()
-        self._threads = threads or here
-        self._pool = None if self._threads == here == 1 else _make_pool(self._threads)
-        self._idle = deque(_Worker() for _ in range(self._threads))
+        self.threads = threads or here
+        self._pool = None if self.threads == here == 1 else _make_pool(self.threads)
+        self._idle = deque(_Worker() for _ in range(self.threads))
 
     def choose_cell(self, length: int, rule: Rule) -> int:
         """How many elements of a chunk of `length` a thread takes at a time."""
         if not rule.has_kernel:
             return _OWN_CELL
-        cells = max(1, _CELLS // self._threads) * self._threads
+        cells = max(1, _CELLS // self.threads) * self.threads
         return -(-length // (cells * _CELL)) * _CELL
 
     def start(self, steps: Mapping[int, StepSpans], cells: Sequence[Cell]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ its reduced gradient (m = 0 where the master is the computing copy itself):
     stage 3            (c + m + o + g) T/N               + units gathered + gradients on their way
     optimizer_on=cpu   m + o, and c for gradients: host  half of it passes through a GPU, which keeps those gradients
       step_ahead       m + o and c again: host           of what does not pass through a GPU
+      defer            2 c (2 g where passes add up)     of a step, and added up; host: m + o, 2 c; kept: m + o + c, too
     optimizer_on=disk  m + o: disk                       host: c for gradients, and bounded buffers
     params_on=cpu      c T/N of stage 3: host            and gradients: c (g where several passes add up)
     params_on=disk     the master is read: nothing more  host: gradients as above, and bounded buffers
@@ -225,14 +226,18 @@ def _compute_zero(facts: ModelFacts, keeps: Keeps, workers: int, *, overlap: boo
     reducing = compute * units.largest * (LINES_IN_FLIGHT if overlap else 1)
     reducing += compute * units.largest / workers if sizes.wide else 0  # my part, before it is added up in fp32
     kept = compute * units.largest / workers if away and passes == 1 else sizes.step * sizes.shard
+    defers = away and here and keeps.defer is not None
+    if defers:  # of this step, and those that add up
+        kept = 2 * (compute if passes == 1 else sizes.step) * sizes.shard
     # device: what the optimizer needs there; the others are gone when it steps
     copies = 2 if keeps.spare and workers > 1 else 1  # of what is split: my part, and another worker's
     divided = 1 if facts.whole else workers  # a tensor that is stepped whole takes as much on its owner
     temporary = 0 if away else copies * facts.step_bytes * sizes.step / sizes.own / divided
     stepping = temporary + step_memory.rest - waiting - gathered
-    staged = STAGED if away and here and apart and keeps.optimizer_on == "cpu" else 0.0
+    staged = STAGED if away and here and apart and keeps.optimizer_on == "cpu" and not defers else 0.0
     passing = min(STAGING_BUFFERS * min(BLOCK_ELEMENTS, staged * units.largest / workers), staged * sizes.shard)
     slots = passing * sizes.state / max(1, sizes.shard)
+    slots += keeps.kept_share * (sizes.state + compute * sizes.shard) if defers else 0
     shadow = compute * sizes.shard if keeps.delayed_update else 0
     copied = (copies - 1) * (sizes.frozen + (0 if sizes.wide else compute * sizes.shard)) if keeps.stage == 3 else 0
 
@@ -281,7 +286,8 @@ def _compute_elsewhere(keeps: Keeps, sizes: _Sizes, largest: int, *, staged: flo
     gradient = sizes.compute if passes == 1 else sizes.step
     if keeps.params_on == "device":  # gradients as they come, in whose place the new values go back
         sides = 2 if keeps.delayed_update else 1
-        slab = gradient + (sizes.compute if gradient != sizes.compute or keeps.step_ahead else 0)
+        twice = gradient != sizes.compute or keeps.step_ahead or keeps.defer is not None
+        slab = gradient + (sizes.compute if twice else 0)
         lines = sides * slab * sizes.shard * (1 - staged)
     else:  # gradients, and on the host the values that compute
         lines = (gradient + (sizes.compute if keeps.params_on == "cpu" else 0)) * sizes.shard

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from unisono.methods.checks import AtLeast
 from unisono.methods.exchange.reduction import check_real
 from unisono.methods.facts import Convergence, Example, Facts
-from unisono.methods.joined_optimizers import describe_optimizer
+from unisono.methods.joined_optimizers import describe_optimizer, members_of
+from unisono.methods.offload.deferred import check_deferrable
 from unisono.methods.offload.kinds import find_kinds
 from unisono.methods.reducer import Reducer
 from unisono.methods.strategies.zero.codes import CODE_BYTES
@@ -54,6 +55,15 @@ FACTS = Facts(
         "step_ahead=True, optimizer_on=disk": "step_ahead needs optimizer_on='cpu'",
         "step_ahead=True, optimizer_on=cpu, stage=3, params_on=cpu": "params_on='device'",
         "step_ahead=True, optimizer_on=cpu, delayed_update=True": "delayed_update",
+        "defer=4": "defer=4 needs optimizer_on='cpu'",
+        "defer=1, optimizer_on=cpu": "defer",
+        "defer=4, optimizer_on=disk": "defer=4 needs optimizer_on='cpu'",
+        "defer=4, optimizer_on=cpu, step_ahead=True": "step_ahead",
+        "defer=4, optimizer_on=cpu, delayed_update=True": "delayed_update",
+        "defer=4, optimizer_on=cpu, device_memory=1000000000": "device_memory",
+        "defer=4, optimizer_on=cpu, stage=3, params_on=cpu": "params_on='device'",
+        "keep=0.1, optimizer_on=cpu": "keep=0.1 says nothing without defer",
+        "defer=4, optimizer_on=cpu, keep=1.0": "keep",
         "gather=int4": "gather",
         "gather=int8, optimizer_on=cpu": "gather='int8' needs optimizer_on='device'",
         "reducer=powersgd": "no meaning for shards",
@@ -85,6 +95,9 @@ class zero(Strategy):
     delayed_update: a step's gradients are applied while the next one computes, after `delay_after` steps.
     step_ahead: the host steps a unit as soon as its gradient has come, while backward goes on; what clipping or the
         like then changes is stepped again from the old values. Takes the state's host memory twice.
+    defer: the gradients of so many steps add up before the host steps them, behind the program (Adam, AdamW), after
+        `delay_after` steps; keep: but for this share of the parameters, those with the largest gradients, which the
+        device steps in every step. None: 0.05.
     device_memory: such as "18GiB": state for which there is room on the device stays there.
     host_memory: how much host memory the optimizer's state may take; the rest goes to disk (optimizer_on="disk").
     spill: the share of the state that goes to disk, instead. Without both, all of it.
@@ -112,6 +125,8 @@ class zero(Strategy):
     delayed_update: bool = False
     delay_after: Annotated[int, AtLeast(0, "steps")] = 40
     step_ahead: bool = False
+    defer: Annotated[int | None, AtLeast(2, "steps")] = None
+    keep: float | None = None
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     spill: float | None = None
@@ -128,12 +143,15 @@ class zero(Strategy):
         self._check_groups()
         kinds = find_kinds(optimizer)  # refuses what cannot be split
         places = {"optimizer_on='disk'": self.optimizer_on == "disk", "delayed_update=True": self.delayed_update}
-        asked = [setting for setting, is_set in {**places, "step_ahead=True": self.step_ahead}.items() if is_set]
+        places |= {"step_ahead=True": self.step_ahead, f"defer={self.defer}": self.defer is not None}
+        asked = [setting for setting, is_set in places.items() if is_set]
         if "tensors" in kinds.values() and asked:
             raise ValueError(
                 f"zero({asked[0]}) steps parts of tensors, {describe_optimizer(optimizer)} has to step whole ones: use "
                 "optimizer_on='cpu' alone, which steps them in the host's memory"
             )
+        for member in members_of(optimizer) if self.defer is not None else ():
+            check_deferrable(member)
         if world.size > 1:
             refuse_common_memory(model, "zero")
             find_groups(self.within, world)
@@ -195,11 +213,43 @@ class zero(Strategy):
                 "step_ahead needs optimizer_on='cpu' and params_on='device', without delayed_update: a unit is stepped "
                 "in host memory, where there is a second copy of its state, before optimizer.step() asks for it"
             )
+        self._check_deferred()
         if self.spare and self.optimizer_on != "device":
             raise ValueError(
                 f"spare=True needs optimizer_on='device', got {self.optimizer_on!r}: the copy of another rank's part "
                 "is stepped together with this rank's own, by the optimizer itself"
             )
+
+    def _check_deferred(self) -> None:
+        """Refuse what cannot be put off, and settings of it alone."""
+        if self.defer is None:
+            if self.keep is not None:
+                raise ValueError(f"keep={self.keep!r} says nothing without defer=..., a number of steps such as 4")
+            return
+        if self.optimizer_on != "cpu" or self.params_on != "device":
+            raise ValueError(
+                f"defer={self.defer} needs optimizer_on='cpu' and params_on='device', got {self.optimizer_on!r} and "
+                f"{self.params_on!r}: what is put off is stepped in host memory, the rest on the device"
+            )
+        others = {"delayed_update": self.delayed_update, "step_ahead": self.step_ahead}
+        for name, is_set in {**others, "device_memory": self.device_memory is not None}.items():
+            if is_set:
+                raise ValueError(
+                    f"got defer={self.defer} and {name}: what is put off has time already, and keep=... says what "
+                    f"stays on the device. Leave {name} out"
+                )
+        if isinstance(self.keep, bool) or not 0 <= self.kept_share < 1:
+            raise ValueError(f"keep is a share of the parameters, from 0 to less than 1, got {self.keep!r}")
+
+    @property
+    def puts_off(self) -> str:
+        """The setting by which a step's values come after the next step has begun; "": there is none."""
+        return "delayed_update" if self.delayed_update else "defer" if self.defer is not None else ""
+
+    @property
+    def kept_share(self) -> float:
+        """With `defer`, the share of the parameters that the device steps in every step."""
+        return 0.05 if self.keep is None else self.keep
 
     def _check_groups(self) -> None:
         """Refuse settings of hybrid sharding that make no sense together."""

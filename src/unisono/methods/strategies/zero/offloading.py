@@ -18,11 +18,13 @@ from torch.optim import Optimizer
 
 from unisono.launchers.runtime.machine import available_bytes, give_back_freed_memory
 from unisono.methods.offload.blocks import Block, Run, Shard
+from unisono.methods.offload.deferred import Deferred
 from unisono.methods.offload.device import STAGING_BUFFERS
 from unisono.methods.offload.disk import Disk, DiskError, map_file
+from unisono.methods.offload.host_shards import HostShards
 from unisono.methods.offload.pipeline import Pipeline
 from unisono.methods.offload.plan import resident_units, staged_share
-from unisono.methods.offload.stepper import HostShards, disk_bytes
+from unisono.methods.offload.stepper import disk_bytes
 from unisono.methods.strategies.zero.optimizer_shards import as_stored, read_part
 from unisono.methods.strategies.zero.units import Part, Unit
 from unisono.training.checkpoint.slices import Piece, Stored
@@ -43,12 +45,13 @@ class Position(NamedTuple):
 
 
 Positions = Mapping[str, Position]  # by the parameter's name
+Engine = Pipeline | Deferred | HostShards
 
 
 class Offloading:
     """The trainable units of a replica whose state is off the device.
 
-    engine: who steps: `Pipeline` where values are on the device, `HostShards` where they rest elsewhere.
+    engine: who steps: `Pipeline` or `Deferred` where values are on the device, `HostShards` where they rest elsewhere.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Offloading:
             )
         self._at = {unit: u for u, unit in enumerate(self.units)}
         self.placement = Placement(optimizer, self.units, positions, strategy, device)
-        self._engine: Pipeline | HostShards | None = None
+        self._engine: Engine | None = None
         self._host_shards: HostShards | None = None  # the engine, while units are added to it
         self._disk: Disk | None = None
         self._steps = 0
@@ -89,16 +92,16 @@ class Offloading:
             self._engine = self._build()
 
     @property
-    def engine(self) -> Pipeline | HostShards:
+    def engine(self) -> Engine:
         """Built at the first use."""
         if self._engine is None:
             self._engine = self._build()
         return self._engine
 
-    def _build(self, *, measured: bool = False) -> Pipeline | HostShards:
+    def _build(self, *, measured: bool = False) -> Engine:
         """`measured`: by now it is known what memory a step takes."""
         on = self.strategy.params_on
-        engine: Pipeline | HostShards
+        engine: Engine
         if on == "disk":
             engine = self._host_shards or self._make_host_shards()
         elif on == "cpu" and self.device.type != "cpu":
@@ -116,23 +119,29 @@ class Offloading:
         keep = self.strategy.params_on == "cpu"
         return HostShards(self.optimizer, moments=self.placement.moments, disk=self._disk, keep=keep)
 
-    def _make_pipeline(self, *, measured: bool) -> Pipeline:
+    def _make_pipeline(self, *, measured: bool) -> Pipeline | Deferred:
         if self.strategy.device_memory is not None:
             self.placement.use_device_memory(measured=measured)
         shards = [self._shard(unit) for unit in self.units]
         for unit in self.units:
             unit.master = unit.shard  # the engine takes them over, one after the other
+        options: dict[str, Any] = {
+            "device": self.device,
+            "moments": self.placement.moments,
+            "gradients": None if self.strategy.accumulate == 1 else self.units[0].master_dtype,
+        }
+        if self.strategy.defer is not None:
+            kept = self.strategy.kept_share
+            return Deferred(self.optimizer, shards, defer=self.strategy.defer, keep=kept, **options)
         self._disk = self.placement.make_disk()
         return Pipeline(
             self.optimizer,
             shards,
-            device=self.device,
-            moments=self.placement.moments,
-            gradients=None if self.strategy.accumulate == 1 else self.units[0].master_dtype,
             disk=self._disk,
             delayed=self.strategy.delayed_update,
             ahead=self.strategy.step_ahead,
             resident=self.placement.resident,
+            **options,
         )
 
     def _shard(self, unit: Unit) -> Shard:
@@ -166,7 +175,7 @@ class Offloading:
         self.engine.retry()
         self._steps += 1  # as the engine does
         self._offered = set()
-        delay = self.strategy.delayed_update and self._steps > self.strategy.delay_after
+        delay = bool(self.strategy.puts_off) and self._steps > self.strategy.delay_after
         ranges = {self._at[unit]: found for unit, found in absent.items() if found}
         self.engine.step(scale, ranges, delay=delay)
 
@@ -193,6 +202,11 @@ class Offloading:
         if self._disk is not None:
             self._disk.close()
         self._engine = self._host_shards = self._disk = None
+
+    @property
+    def kept_energy(self) -> list[float]:
+        """See `ZeroReplica.kept_energy`."""
+        return [*self._engine.shares] if isinstance(self._engine, Deferred) else []
 
     @property
     def steps(self) -> int:

@@ -83,6 +83,10 @@ class Offloads:
             engine.close()
 
     @property
+    def kept_energy(self) -> list[float]:
+        return [share for engine in self._engines.values() for share in engine.kept_energy]
+
+    @property
     def steps(self) -> int | list[int]:
         """Updates so far; of several optimizers, of each."""
         found = [engine.steps for engine in self._engines.values()]

@@ -128,11 +128,9 @@ class ZeroReplica(Replica):
             away = [unit for unit in self._trainable if unit.owners is None]
             for unit in away:
                 unit.steps_here = False
-            self._offload = (
-                Offloads(self.members, away, find_positions(self.model, self.members), self.strategy, device)
-                if away
-                else None
-            )
+            if away:
+                positions = find_positions(self.model, self.members)
+                self._offload = Offloads(self.members, away, positions, self.strategy, device)
         self._adopt_units(replacements, device)
         self._materialise_rest(replacements)
         before = self._shards.split(self._trainable)
@@ -390,7 +388,7 @@ class ZeroReplica(Replica):
 
     def _end_delay(self) -> None:
         """What is saved is the latest, and the run goes on from it."""
-        if self._offload is not None and self._values is not None and self.strategy.delayed_update:
+        if self._offload is not None and self._values is not None and self.strategy.puts_off:
             self._offload.finish()
             self._values.renew(self._trainable)
 
@@ -443,14 +441,16 @@ class ZeroReplica(Replica):
         return nullcontext() if self._state_dict is None else self._state_dict.pause()
 
     @property
+    def kept_energy(self) -> list[float]:
+        """Under `defer`: of my shards' gradients' squared norm, what was not put off, in each of the last steps."""
+        return [] if self._offload is None else self._offload.kept_energy
+
+    @property
     def averaged_values(self) -> AveragedValues:
         if self._values is None:
             return super().averaged_values
-        if self.strategy.delayed_update:
-            raise ValueError(
-                "there is no average of the weights under delayed_update, whose steps are not done when the next one "
-                "begins: leave delayed_update out"
-            )
+        if name := self.strategy.puts_off:
+            raise ValueError(f"no average of the weights under {name}: steps end when others have begun. Leave it out")
         return ShardValues(self, self._trainable, self._values, self._offload, self._spare, self._shards, self._groups)
 
     # Another world, and the end --------------------------------------------------------------------------

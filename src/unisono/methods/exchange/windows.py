@@ -412,6 +412,13 @@ class StepHooks:
             self._running = False
 
 
+def has_other_hooks(optimizer: Optimizer) -> bool:
+    """Whether others than one replica are called around its step."""
+    hooks: Any = optimizer
+    own = StepHooks.of(optimizer)
+    return max(len(own._watchers), len(hooks._optimizer_step_pre_hooks), len(hooks._optimizer_step_post_hooks)) > 1
+
+
 class Watcher:
     """What is called, and until when."""
 

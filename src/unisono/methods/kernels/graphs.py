@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,19 +42,34 @@ class Graphs:
             return
         graph = self._seen[key]
         if graph is None:
-            graph = self._seen[key] = self._record(kernels, like.device)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = self._seen[key] = record(kernels, like.device, self._pool)
         graph.replay()
 
-    def _record(self, kernels: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                kernels()
-            finally:
+
+def record(kernels: Callable[[], object], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
+    """What `kernels` does, as a graph; nothing is computed. `pool`: `torch.cuda.graph_pool_handle()`."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            kernels()
+        except BaseException:
+            with suppress(RuntimeError):
                 graph.capture_end()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        return graph
+            _leave_capture(stream)
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph
+
+
+def _leave_capture(stream: torch.cuda.Stream) -> None:
+    """After a capture that failed, torch's random numbers still belong to it: one that succeeds brings them out."""
+    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(stream.device)):
+        x, graph = torch.zeros(1, device=stream.device), torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        x.add_(1)
+        graph.capture_end()

@@ -53,7 +53,9 @@ def replays(made: Any) -> int:
     return 0 if made._captured is None else made._captured.replayed
 
 
-@pytest.mark.parametrize(("size", "learners", "settings"), [(1, 1, ""), (1, 3, "every=3, "), (2, 2, ""), (2, 3, "every=2, ")])
+@pytest.mark.parametrize(
+    ("size", "learners", "settings"), [(1, 1, ""), (1, 3, "every=3, "), (2, 2, ""), (2, 3, "every=2, ")]
+)
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_rounds_are_those_of_the_equations(
     size: int, learners: int, settings: str, optimizer: Callable[[nn.Module], Any]

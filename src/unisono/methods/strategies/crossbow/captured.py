@@ -394,7 +394,7 @@ def naming_learners(count: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
-            f"crossbow: {count} learner(s) on this worker do not fit into the GPU's memory. Give fewer learners (\"auto\" "
+            f'crossbow: {count} learner(s) on this worker do not fit into the GPU\'s memory. Give fewer learners ("auto" '
             f"stops where no more fit), smaller batches, or learn(..., capture=False). {error}"
         ) from error
 

@@ -411,7 +411,9 @@ class CrossbowReplica(PeriodicReplica):
         places = {p.device for _, p in self.learners.named}
         if len(places) > 1:
             return f"parameters are on {' and '.join(sorted(map(str, places)))}"
-        other = next((n for n, p in self.learners.named if n in self.center.z and p.dtype != self.center.z[n].dtype), "")
+        other = next(
+            (n for n, p in self.learners.named if n in self.center.z and p.dtype != self.center.z[n].dtype), ""
+        )
         if other:
             return f"{other!r} has 16 bits: keep parameters in float32, and use autocast"
         if self.healing is not None:

@@ -34,7 +34,7 @@ LossOf = Callable[[nn.Module, Any], Tensor]
 Gradients = list[list[Tensor | None]]
 
 
-class Uncapturable(Exception):  # noqa: N818 - no error: the round runs another way
+class Uncapturable(Exception):
     """Why a round cannot be captured, in words for the user."""
 
 
@@ -203,7 +203,7 @@ class CapturedLearners:
         self._slots = [(m._buffers, name) for m in learners.model.modules() for name in m._buffers]
         self._copies = [learners.prepare(j) for j in range(learners.count)]
         self.why_no_steps = Steps.why_not(learners)
-        self._steps = None if self.why_no_steps else Steps(learners, [made.params for made in self._copies])
+        self._steps: Steps | None = None  # made when they are first asked for
         self._streams = learners.streams(learners.count)
         self._modes = self._read_modes()
         self._rounds: list[_Round] = []
@@ -265,7 +265,9 @@ class CapturedLearners:
         held: list[Any] = [loss_of]
         key = [spec, [self._describe(x) for x in leaves], _mark(loss_of, held), modes, clip_norm, stepping]
         key += [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")]
-        if self._steps is not None and stepping:
+        if stepping:
+            if self._steps is None:
+                self._steps = Steps(self._learners, [made.params for made in self._copies])
             self._steps.follow()
             key.append(self._steps.settings)
         found = next((one for one in self._rounds if one.key == key), None)
@@ -286,7 +288,8 @@ class CapturedLearners:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if found.replay is None:
             self._record(found, loss_of, leaves, spec, clip_norm, stepping)
-        assert found.replay is not None and found.losses is not None
+        assert found.replay is not None
+        assert found.losses is not None
         torch._foreach_copy_(found.inputs, tensors)
         found.replay()
         self.replayed += 1
@@ -394,7 +397,7 @@ def naming_learners(count: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
-            f'crossbow: {count} learner(s) on this worker do not fit into the GPU\'s memory. Give fewer learners ("auto" '
+            f"crossbow: {count} learner(s) on this worker do not fit into the GPU's memory. Give fewer learners ('auto' "
             f"stops where no more fit), smaller batches, or learn(..., capture=False). {error}"
         ) from error
 

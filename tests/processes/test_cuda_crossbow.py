@@ -1,4 +1,4 @@
-"""Crossbow's learners as branches of one CUDA graph: what a CPU cannot show (for the rest, test_crossbow_captured.py)."""
+"""Crossbow's learners in one CUDA graph: what a CPU cannot show (for the rest, test_crossbow_captured.py)."""
 
 from __future__ import annotations
 
@@ -128,10 +128,8 @@ def test_a_model_that_waits_for_the_gpu_is_named_and_trains_on() -> None:
     made = started(Reading().cuda(), "crossbow(learners=2)", lr=1.0)
     ones = torch.ones(4096, device="cuda")
     with pytest.warns(UserWarning, match="a round runs in threads, and is not captured as a CUDA graph"):
-        for _ in range(3):
-            made.learn(lambda model, x: model(x), [ones] * 2)
-    for _ in range(3):
-        made.learn(lambda model, x: model(x), [ones] * 2)
+        learn(made, [ones] * 6, lambda model, x: model(x))
+    learn(made, [ones] * 6, lambda model, x: model(x))
     F.dropout(ones)
     torch.cuda.synchronize()
     assert made.step == 12

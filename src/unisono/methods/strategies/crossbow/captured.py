@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from unisono.methods.exchange.windows import has_other_hooks
 from unisono.methods.joined_optimizers import describe_optimizer
 from unisono.methods.kernels.graphs import record
-from unisono.methods.strategies.crossbow.learners import Batches, CentralModel, Learners, compute
+from unisono.methods.strategies.crossbow.learners import Batches, CentralModel, Learners, Parked, compute
 
 WARM_UP = 2  # rounds op by op: libraries choose their kernels, the optimizer makes its states
 MOST = 8  # graphs; where batches, settings or tensors keep changing, recording does not pay
@@ -115,13 +115,14 @@ class Steps:
         self._known: list[float | None] = [None] * len(self.groups)  # what is in these
         self._places = {param: i for i, (_, param) in enumerate(learners.named)}
         own = {"fused": True, **({"capturable": True} if "capturable" in optimizer.defaults else {})}
+        kind: Any = type(optimizer)
         self._each: list[Optimizer] = []
         for j, params in enumerate(copies):
             groups = [
                 {**settings, **own, "lr": rate, "params": [params[self._places[p]] for p in group["params"]]}
                 for group, settings, rate in zip(self.groups, self.settings, self._rates, strict=True)
             ]
-            self._each.append(type(optimizer)(groups))
+            self._each.append(kind(groups))
             self._share(learners.state(j), params, self._each[-1])
 
     def _share(self, state: Any, params: Sequence[Parameter], made: Optimizer) -> None:
@@ -210,6 +211,9 @@ class CapturedLearners:
         self._pool: Any = None
         self.replayed = 0
         self.graph_bytes = 0
+        self._trainable: list[bool] = []
+        self._parked: list[Parked] = []
+        self._places: list[list[int]] = []
         self._take_places()
 
     def close(self) -> None:
@@ -397,7 +401,7 @@ def naming_learners(count: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
-            f"crossbow: {count} learner(s) on this worker do not fit into the GPU's memory. Give fewer learners ('auto' "
+            f"crossbow: {count} learner(s) on this worker do not fit into the GPU's memory: give fewer learners ('auto' "
             f"stops where no more fit), smaller batches, or learn(..., capture=False). {error}"
         ) from error
 

@@ -12,7 +12,6 @@ import torch
 
 from unisono.world.ledger import Ledger
 
-
 _NEW_ON_GPU = 4  # rounds: op by op, and captured
 
 

@@ -401,8 +401,8 @@ def naming_learners(count: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
-            f"crossbow: {count} learner(s) on this worker do not fit into the GPU's memory: give fewer learners ('auto' "
-            f"stops where no more fit), smaller batches, or learn(..., capture=False). {error}"
+            f"crossbow: {count} learner(s) on this worker do not fit into the GPU's memory: give fewer learners ("
+            f"'auto' stops where no more fit), smaller batches, or learn(..., capture=False). {error}"
         ) from error
 
 

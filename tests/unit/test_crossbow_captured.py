@@ -406,6 +406,35 @@ def test_a_norm_that_is_none_is_refused(device: torch.device, clip_norm: float) 
     made.close()
 
 
+@pytest.mark.parametrize("capture", [True, False])
+def test_inside_no_sync_it_is_refused(device: torch.device, capture: bool) -> None:
+    _, _, made = started("crossbow(learners=2)", World(device=device))
+    with made.no_sync(), pytest.raises(ValueError, match=r"set `accumulate`, without no_sync"):
+        train(made, range(1), 2, capture=capture)
+    made.close()
+
+
+def test_batch_norms_count_what_they_have_seen(device: torch.device) -> None:
+    """Also one that is called twice, one that is not, and one that needs its counter in forward."""
+
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice, self.unused = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+            self.by_count = nn.BatchNorm1d(4, momentum=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.twice(self.twice(x)) + (self.by_count(x) if x.device.type == "cpu" else 0.0)
+
+    _, _, made = started("crossbow(learners=2)", World(device=device), sgd, Several().double())
+    train(made, range(5), 2)
+    assert replays(made) == 3
+    for j in range(2):
+        counts = [b.item() for b in made.learners.buffers(j) if b.dtype == torch.int64]
+        assert counts == [10, 0, 5 if device.type == "cpu" else 0]
+    made.close()
+
+
 def test_another_world_and_the_end(device: torch.device) -> None:
     model, optimizer, made = started("crossbow(learners=2)", World(device=device), lambda m: sgd(m, momentum=0.0))
     train(made, range(4), 2)

@@ -99,6 +99,11 @@ class Windows:
     def catch_up(self) -> None:
         """Count a backward pass that has not been counted yet."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the program is inside `no_sync`."""
+        return self._local
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of passes inside the block stay local and add up."""

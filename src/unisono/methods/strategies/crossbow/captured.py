@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from unisono.methods.exchange.windows import has_other_hooks
 from unisono.methods.joined_optimizers import describe_optimizer
 from unisono.methods.kernels.graphs import record
-from unisono.methods.strategies.crossbow.learners import Batches, CentralModel, Learners, Parked, compute
+from unisono.methods.strategies.crossbow.learners import (
+    Batches,
+    CentralModel,
+    Learners,
+    ModuleCopy,
+    Parked,
+    compute,
+)
 
 WARM_UP = 2  # rounds op by op: libraries choose their kernels, the optimizer makes its states
 MOST = 8  # graphs; where batches, settings or tensors keep changing, recording does not pay
@@ -32,6 +39,16 @@ _OURS = ("lr", "foreach", "fused", "capturable", "differentiable")
 _PLAIN = (int, float, str, bool, bytes, type(None))
 LossOf = Callable[[nn.Module, Any], Tensor]
 Gradients = list[list[Tensor | None]]
+
+
+class How(NamedTuple):
+    """What a round does: see `learn`. `stepping`: learners step. `corrections`: alpha and the central model's momentum,
+    where no other worker is to be heard for them."""
+
+    loss_of: LossOf
+    clip_norm: float | None
+    stepping: bool
+    corrections: tuple[float, float] | None
 
 
 class Uncapturable(Exception):
@@ -180,6 +197,40 @@ class Steps:
         self._each[j].step()
 
 
+class _Counts:
+    """How many batches the batch norms of all learners have seen: a kernel for all, instead of one in each forward."""
+
+    def __init__(self, copies: Sequence[ModuleCopy]) -> None:
+        kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        found = [m for made in copies for m in made.module.modules() if type(m) in kinds and m.momentum is not None]
+        self._norms: list[Any] = [m for m in found if m.num_batches_tracked is not None]
+
+    @contextmanager
+    def kept_aside(self) -> Iterator[list[tuple[Tensor, int]]]:
+        """Inside, forward counts in Python; then the list has which counters are to grow, and by how much."""
+        grown: list[tuple[Tensor, int]] = []
+        counters = [norm._buffers["num_batches_tracked"] for norm in self._norms]
+        calls = [_Calls() for _ in counters]
+        for norm, one in zip(self._norms, calls, strict=True):
+            norm._buffers["num_batches_tracked"] = one
+        try:
+            yield grown
+        finally:
+            for norm, counter in zip(self._norms, counters, strict=True):
+                norm._buffers["num_batches_tracked"] = counter
+            grown += [(x, one.count) for x, one in zip(counters, calls, strict=True) if one.count]
+
+
+class _Calls:
+    """Stands in a batch norm where its counter was."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add_(self, count: int) -> None:
+        self.count += count
+
+
 class _Round:
     """A round that was recorded: what it is for, and where its batches, losses and gradients lie."""
 
@@ -187,7 +238,7 @@ class _Round:
         self.key, self.held = key, held  # objects that the key knows by where they are
         self.seen = 0
         self.why_not = ""
-        self.inputs: list[Tensor] = []
+        self.inputs: list[tuple[list[int], list[Tensor]]] = []  # places among the leaves of the batches
         self.losses: Tensor | None = None
         self.grads: Gradients = []
         self.replay: Callable[[], object] | None = None
@@ -205,7 +256,8 @@ class CapturedLearners:
         self._copies = [learners.prepare(j) for j in range(learners.count)]
         self.why_no_steps = Steps.why_not(learners)
         self._steps: Steps | None = None  # made when they are first asked for
-        self._streams = learners.streams(learners.count)
+        self._counts = _Counts(self._copies)
+        self._streams = learners.streams(learners.count + 1)  # the last one is the central model's
         self._modes = self._read_modes()
         self._rounds: list[_Round] = []
         self._pool: Any = None
@@ -257,19 +309,40 @@ class CapturedLearners:
 
     # A round -----------------------------------------------------------------------------------------------------
 
-    def run(
-        self, loss_of: LossOf, shares: Sequence[Batches], clip_norm: float | None, *, stepping: bool
-    ) -> tuple[list[Tensor], Gradients]:
+    def run(self, how: How, shares: Sequence[Batches]) -> tuple[list[Tensor], Gradients]:
         """A batch, or several, for each learner: all losses, and the gradients unless the learners have stepped."""
-        batches = [list(share) for share in shares]
-        leaves, spec = tree_flatten(batches)
+        leaves, spec = tree_flatten([list(share) for share in shares])
+        found = self._find(how, leaves, spec)
+        if found.why_not:
+            raise Uncapturable(found.why_not)
+        found.seen += 1
+        if found.seen <= WARM_UP:
+            losses = self._compute(how, tree_unflatten(leaves, spec))
+            found.losses = torch.stack(losses)
+            grads = self._take_gradients()
+            self._take_places()
+            return losses, grads
+        if found.replay is None:
+            self._record(found, how, leaves, spec)
+        assert found.replay is not None
+        assert found.losses is not None
+        for places, inputs in found.inputs:
+            torch._foreach_copy_(inputs, [leaves[i] for i in places])
+        found.replay()
+        self.replayed += 1
+        return list(found.losses.clone().unbind()), found.grads
+
+    def _find(self, how: How, leaves: list[Any], spec: Any) -> _Round:
+        """The graph for such a round, or where it is to be."""
         modes = self._read_modes()
         if modes != self._modes:
-            self._modes, self._copies = modes, [self._learners.prepare(j) for j in range(len(self._copies))]
-        held: list[Any] = [loss_of]
-        key = [spec, [self._describe(x) for x in leaves], _mark(loss_of, held), modes, clip_norm, stepping]
+            self._modes = modes
+            for j in range(len(self._copies)):
+                self._learners.prepare(j)
+        held: list[Any] = [how.loss_of]
+        key = [spec, [self._describe(x) for x in leaves], _mark(how.loss_of, held), modes, how[1:]]
         key += [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")]
-        if stepping:
+        if how.stepping:
             if self._steps is None:
                 self._steps = Steps(self._learners, [made.params for made in self._copies])
             self._steps.follow()
@@ -280,43 +353,35 @@ class CapturedLearners:
                 raise Uncapturable(f"batches, settings or the loss function came in more than {MOST} kinds")
             found = _Round(key, held)
             self._rounds.append(found)
-        if found.why_not:
-            raise Uncapturable(found.why_not)
-        found.seen += 1
-        if found.seen <= WARM_UP:
-            losses = self._compute(loss_of, batches, clip_norm, stepping)
-            found.losses = torch.stack(losses)
-            grads = self._take_gradients()
-            self._take_places()
-            return losses, grads
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if found.replay is None:
-            self._record(found, loss_of, leaves, spec, clip_norm, stepping)
-        assert found.replay is not None
-        assert found.losses is not None
-        torch._foreach_copy_(found.inputs, tensors)
-        found.replay()
-        self.replayed += 1
-        return list(found.losses.clone().unbind()), found.grads
+        return found
 
-    def _compute(self, loss_of: LossOf, batches: Any, clip_norm: float | None, stepping: bool) -> list[Tensor]:
+    def _compute(self, how: How, batches: Any) -> list[Tensor]:
         """Each learner on a stream of its own; none steps before all have gradients, so that an error changes none."""
         here = torch.cuda.current_stream(self._device) if self._streams else None
         losses: list[Tensor] = []
+        with self._counts.kept_aside() as grown:
+            for j, made in enumerate(self._copies):
+                with self._on_stream(j, after=here):
+                    made.zero_grad()
+                    losses += compute(how.loss_of, made, Batches(batches[j], [1.0] * len(batches[j])))
+        with self._on_stream(-1, after=here):
+            if how.corrections is not None:
+                self.lines.fill()
+            if grown:
+                torch._foreach_add_([x for x, _ in grown], [count for _, count in grown])
         for j, made in enumerate(self._copies):
-            with self._on_stream(j, after=here):
-                made.zero_grad()
-                losses += compute(loss_of, made, Batches(batches[j], [1.0] * len(batches[j])))
-        for j, made in enumerate(self._copies):
-            with self._on_stream(j):
-                if clip_norm is not None:
-                    nn.utils.clip_grad_norm_(made.params, clip_norm)
-                if stepping and self._steps is not None:
+            with self._on_stream(j, after=self._streams[-1] if self._streams else None):
+                if how.clip_norm is not None:
+                    nn.utils.clip_grad_norm_(made.params, how.clip_norm)
+                if how.stepping and self._steps is not None:
                     self._steps.step(j)
                     made.zero_grad()
         for stream in self._streams:
             assert here is not None
             here.wait_stream(stream)
+        if how.corrections is not None:
+            self.lines.correct(how.corrections[0])
+            self.lines.move(*how.corrections)
         return losses
 
     @contextmanager
@@ -333,35 +398,35 @@ class CapturedLearners:
             made.zero_grad()
         return found
 
-    def _record(
-        self, found: _Round, loss_of: LossOf, leaves: list[Any], spec: Any, clip_norm: float | None, stepping: bool
-    ) -> None:
+    def _record(self, found: _Round, how: How, leaves: list[Any], spec: Any) -> None:
         """Record a round, which computes nothing yet."""
         kept = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in leaves]
-        batches = tree_unflatten(kept, spec)
-        found.inputs = [x for x in kept if isinstance(x, Tensor)]
-        losses = found.losses
+        batches, losses = tree_unflatten(kept, spec), found.losses
+        for dtype in dict.fromkeys(x.dtype for x in kept if isinstance(x, Tensor)):  # a kernel for each
+            places = [i for i, x in enumerate(kept) if isinstance(x, Tensor) and x.dtype == dtype]
+            found.inputs.append((places, [kept[i] for i in places]))
 
         def run() -> None:
-            torch.stack(self._compute(loss_of, batches, clip_norm, stepping), out=losses)
+            torch.stack(self._compute(how, batches), out=losses)
             found.grads = self._take_gradients()
 
         if not self._streams:
             found.replay = run
             return
         before = torch.cuda.memory_reserved(self._device)
-        places = [[b.data_ptr() for b in made.module.buffers()] for made in self._copies]
+        buffers = [[b.data_ptr() for b in made.module.buffers()] for made in self._copies]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         torch.clear_autocast_cache()
         try:
             graph = record(run, self._device, self._pool)
-            if [[b.data_ptr() for b in made.module.buffers()] for made in self._copies] != places:
+            if [[b.data_ptr() for b in made.module.buffers()] for made in self._copies] != buffers:
                 raise Uncapturable("the model puts other tensors in place of its buffers")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            found.why_not = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            known = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
+            found.why_not = f"{known}{error}".strip().splitlines()[0]
             self._take_gradients()
             raise Uncapturable(found.why_not) from error
         found.replay = graph.replay

@@ -19,6 +19,8 @@ from unisono.methods.exchange.reduction import LearningRates
 from unisono.methods.strategies.crossbow.captured import (
     MOST,
     CapturedLearners,
+    How,
+    Lines,
     Uncapturable,
     is_on_gpu,
     naming_learners,
@@ -80,6 +82,7 @@ class CrossbowReplica(PeriodicReplica):
         self._captured: CapturedLearners | None = None
         self._laid_out = 0  # times since the last replay
         self._in_lines = False  # parameters lie in lines, which they keep alive
+        self._is_whole = False  # the round that runs has its corrections in it
         self._stepped = 0  # learners that have stepped and are corrected, and are not counted yet
         self._told: set[str] = set()
         self.learners = Learners(model, optimizer, self.copy_model)
@@ -140,19 +143,20 @@ class CrossbowReplica(PeriodicReplica):
     # A round: begin, step, end -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self, captured: CapturedLearners | None = None) -> None:
-        """Start this round's exchange, if there is to be one and it is not under way. `captured`: the learners, where
-        all of them are about to step."""
-        if captured is not None and self.due and self._exchange is not None:
-            captured.lines.remember()
+    def begin(self, lines: Lines | None = None) -> None:
+        """Start this round's exchange, if there is to be one and it is not under way. `lines`: the learners', where all
+        of them are about to step."""
+        if lines is not None and self.due and self._exchange is not None:
+            lines.remember()
         if not self.due or self._exchange is not None:
             return
         if self._stale is not None:
             self._wait_for(self._stale)
             self._stale = None
         self._follow()
-        if captured is not None:
-            captured.lines.fill()
+        if lines is not None:
+            if not self._is_whole:
+                lines.fill()
         else:
             self.center.fill([self.learners.params(j) for j in range(self.learners.count)])
         self._update_learning_rates()
@@ -221,7 +225,9 @@ class CrossbowReplica(PeriodicReplica):
             assert self._exchange is not None, "begun before the round's first step"
             dropped, agreed = self._wait_for(self._exchange)
             lines = None if self._captured is None else self._captured.lines
-            if lines is not None and lines.buckets is self.center.buckets and self._exchange.sums == self.center.sums:
+            if self._is_whole:
+                pass
+            elif lines is not None and lines.buckets is self.center.buckets and self._exchange.sums == self.center.sums:
                 lines.move(self.alpha, self.strategy.momentum)
             else:
                 self.center.move(self._exchange.sums(), self.alpha, self.strategy.momentum)
@@ -327,6 +333,10 @@ class CrossbowReplica(PeriodicReplica):
             )
         if clip_norm is not None and not 0.0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm={clip_norm}: expected a positive number, the largest norm of the gradients")
+        if self.windows.is_local:
+            raise ValueError(
+                "learn() makes all of a window's passes, and the step: set `accumulate`, without no_sync()"
+            )
         losses, self._side_by_side = [], True
         self.meet_if_due()
         for shares in self.learners.shares(batches, self.strategy.accumulate, self.world):
@@ -343,16 +353,23 @@ class CrossbowReplica(PeriodicReplica):
         capture: bool,
     ) -> list[Tensor]:
         captured = self._lay_out(shares) if capture else None
-        self.begin(captured)
-        if captured is not None:
+        if captured is None:
+            self.begin()
+        else:
             stepping = adjust is None and not captured.why_no_steps
             if adjust is None and not stepping:
                 self._tell(f"gradients are captured, steps are not: {captured.why_no_steps}")
+            alone = stepping and self.every == 1 and self.world.size == 1
+            self._is_whole = alone and self._exchange is None and not self._written.values
+            corrections = (self.alpha, self.strategy.momentum) if self._is_whole else None
+            self.begin(captured.lines)
             try:
-                found, grads = captured.run(loss_of, shares, clip_norm, stepping=stepping)
+                found, grads = captured.run(How(loss_of, clip_norm, stepping, corrections), shares)
             except Uncapturable as error:
                 self._tell(f"a round runs in threads, and is not captured as a CUDA graph: {error}")
-                captured = None
+                if self._is_whole:
+                    captured.lines.fill()
+                self._is_whole, captured = False, None
             else:
                 self._laid_out = 0 if captured.replayed else self._laid_out
                 if stepping:
@@ -373,7 +390,7 @@ class CrossbowReplica(PeriodicReplica):
     def _count_steps(self, captured: CapturedLearners) -> None:
         """All learners have stepped: the rest of a step, of each."""
         with torch.no_grad():
-            if self.due:
+            if self.due and not self._is_whole:
                 captured.lines.correct(self.alpha, self._find_agreed())
         self._stepped = self.learners.count
         for _ in range(self._stepped):
@@ -382,7 +399,7 @@ class CrossbowReplica(PeriodicReplica):
             self.windows.after_step()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else a schedule warns
         self._meet_all()
-        self._stepped = 0
+        self._stepped, self._is_whole = 0, False
 
     def _lay_out(self, shares: Sequence[Batches]) -> CapturedLearners | None:
         """The learners as they can be computed at the same time; None: they cannot."""

@@ -42,7 +42,7 @@ from measure import finish, interleaved
 BATCH, LR, ROUNDS = 16, 0.01, 20
 FEW = 3  # rounds at once, of processor time
 MODELS = ("mlp", "cnn", "text")
-RATES = {"bare": (0.05, 0.2), "crossbow": (0.05, 0.2)}
+RATES = {"bare": (0.05, 0.1), "crossbow": (0.01, 0.03)}
 GOAL, EPOCHS = 0.9, 40
 
 

@@ -375,25 +375,26 @@ def test_sixteen_bit_parameters_are_named(device: torch.device) -> None:
     made.close()
 
 
-def test_an_error_comes_through_and_no_learner_steps(device: torch.device) -> None:
-    _, _, made = started("crossbow(learners=2)", World(device=device))
-    before = seen(made)
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_error_comes_through_and_no_learner_steps(device: torch.device, every: int) -> None:
+    _, _, made = started(f"crossbow(learners=2, every={every})", World(device=device))
+    reference = Reference(1, 2, every=every, optimizer=sgd)
 
     def failing(module: nn.Module, x: Tensor) -> Tensor:
         if x.shape[0] == 1:
             raise ArithmeticError("a bad batch")
         return loss_of(module, x)
 
-    with pytest.raises(ArithmeticError, match="a bad batch"):
-        made.learn(failing, [batch(0, 0).to(device), batch(1, 0)[:1].to(device)])
-    after = seen(made)
-    close(before[0], after[0], 0.0)
-    for a, b in zip(before[1], after[1], strict=True):
-        close(a, b, 0.0)
-    reference = Reference(1, 2, optimizer=sgd)
-    for t in range(4):
+    for t in range(8):
         train(made, range(t, t + 1), 2)
         reference.round(t)
+        before = seen(made)
+        with pytest.raises(ArithmeticError, match="a bad batch"):
+            made.learn(failing, [batch(0, 0).to(device), batch(1, 0)[:1].to(device)])
+        after = seen(made)
+        close(before[0], after[0], 0.0)
+        for a, b in zip(before[1], after[1], strict=True):
+            close(a, b, 0.0)
     check_all([seen(made)], reference)
     made.close()
 

@@ -315,10 +315,9 @@ class CapturedLearners:
         found = self._find(how, leaves, spec)
         if found.why_not:
             raise Uncapturable(found.why_not)
-        found.seen += 1
-        if found.seen <= WARM_UP:
+        if found.seen < WARM_UP:
             losses = self._compute(how, tree_unflatten(leaves, spec))
-            found.losses = torch.stack(losses)
+            found.seen, found.losses = found.seen + 1, torch.stack(losses)
             grads = self._take_gradients()
             self._take_places()
             return losses, grads
@@ -457,6 +456,15 @@ class CapturedLearners:
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         free = torch.cuda.mem_get_info(self._device)[0] + cached
         return free > 1.2 * (own + self.graph_bytes / count)
+
+
+def why_not_laid_out(learners: Learners, center: CentralModel) -> str:
+    """Why learners cannot be computed at the same time; "": they can."""
+    places = {p.device for _, p in learners.named}
+    if len(places) > 1:
+        return f"parameters are on {' and '.join(sorted(map(str, places)))}"
+    short = [name for name, p in learners.named if name in center.z and p.dtype != center.z[name].dtype]
+    return f"{short[0]!r} has 16 bits: keep parameters in float32, and use autocast" if short else ""
 
 
 @contextmanager

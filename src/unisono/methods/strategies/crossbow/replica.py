@@ -24,6 +24,7 @@ from unisono.methods.strategies.crossbow.captured import (
     Uncapturable,
     is_on_gpu,
     naming_learners,
+    why_not_laid_out,
 )
 from unisono.methods.strategies.crossbow.learners import Batches, CentralModel, Learners
 from unisono.methods.strategies.crossbow.tuning import Tuning
@@ -365,11 +366,14 @@ class CrossbowReplica(PeriodicReplica):
             self.begin(captured.lines)
             try:
                 found, grads = captured.run(How(loss_of, clip_norm, stepping, corrections), shares)
-            except Uncapturable as error:
-                self._tell(f"a round runs in threads, and is not captured as a CUDA graph: {error}")
+            except Exception as error:  # no learner has stepped
                 if self._is_whole:
                     captured.lines.fill()
-                self._is_whole, captured = False, None
+                self._is_whole = False
+                if not isinstance(error, Uncapturable):
+                    raise
+                self._tell(f"a round runs in threads, and is not captured as a CUDA graph: {error}")
+                captured = None
             else:
                 self._laid_out = 0 if captured.replayed else self._laid_out
                 if stepping:
@@ -414,7 +418,11 @@ class CrossbowReplica(PeriodicReplica):
             if self._captured is not None and not self._captured.is_current(self.center):
                 self._drop_graphs()
             if self._captured is None:
-                why_not = self._why_not()
+                why_not = why_not_laid_out(self.learners, self.center)
+                if self.healing is not None:
+                    why_not = "ranks come and go (an elastic run)"
+                elif self._laid_out > MOST:
+                    why_not = "parameters, buffers or optimizer states are replaced by other tensors all the time"
                 if why_not:
                     self._tell(f"rounds run in threads, and are not captured as CUDA graphs: {why_not}")
                     return None
@@ -422,22 +430,6 @@ class CrossbowReplica(PeriodicReplica):
                 self._captured = CapturedLearners(self.learners, self.center)
                 self.writes.note()  # parameters are elsewhere now, and the program did not do it
         return self._captured
-
-    def _why_not(self) -> str:
-        """Why learners are not laid out for graphs; "": they are."""
-        places = {p.device for _, p in self.learners.named}
-        if len(places) > 1:
-            return f"parameters are on {' and '.join(sorted(map(str, places)))}"
-        other = next(
-            (n for n, p in self.learners.named if n in self.center.z and p.dtype != self.center.z[n].dtype), ""
-        )
-        if other:
-            return f"{other!r} has 16 bits: keep parameters in float32, and use autocast"
-        if self.healing is not None:
-            return "ranks come and go (an elastic run)"
-        if self._laid_out > MOST:
-            return "parameters, buffers or optimizer states are replaced by other tensors all the time"
-        return ""
 
     def _tell(self, text: str) -> None:
         if text not in self._told:

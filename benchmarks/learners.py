@@ -449,10 +449,10 @@ def to_90(width: int, data: Path, limit_s: float) -> dict[str, Any]:
     for side, rates in RATES.items():
         to_goal(side, rates[0], width, data, 0.0)  # libraries choose their kernels
         best = min((*to_goal(side, lr, width, data, limit_s), lr) for lr in rates)
-        found |= {f"seconds_to_90_{side}": best[0], f"samples_to_90_{side}": best[1]}
+        found |= {f"seconds_to_90_{side}": best[0] if best[2] >= GOAL else None, f"samples_to_90_{side}": best[1]}
         found |= {f"right_{side}": best[2], f"lr_{side}": best[3]}
-    found["bare_over_crossbow_to_90"] = found["seconds_to_90_bare"] / found["seconds_to_90_crossbow"]
-    return found
+    bare, ours = found["seconds_to_90_bare"], found["seconds_to_90_crossbow"]
+    return found | ({"bare_over_crossbow_to_90": bare / ours} if bare and ours else {})
 
 
 def main() -> None:

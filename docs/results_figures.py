@@ -273,8 +273,8 @@ SECTIONS = (
     ),
     Section(
         "Several learners on one GPU",
-        "`benchmarks/learners.py --gpu`: learners of `crossbow` in one CUDA graph, a ResNet of 17 convolutions on 32 x 32 "
-        "images, batches of 16 a learner; seconds to 90 % on Fashion-MNIST with 128 samples a step.",
+        "`benchmarks/learners.py --gpu`: learners of `crossbow` in one CUDA graph, a ResNet of 17 convolutions on 32 x "
+        "32 images, batches of 16 a learner; seconds to 90 % on Fashion-MNIST with 128 samples a step.",
         ("learners",),
         (
             shown(r"bare_samples_s", "the eager loop", "samples/s"),

@@ -201,6 +201,28 @@ def test_other_settings_of_the_optimizer_are_followed(device: torch.device) -> N
     made.close()
 
 
+def test_groups_that_are_loaded_or_added_count(device: torch.device) -> None:
+    """Without momentum the optimizer has no state that would be another afterwards."""
+
+    def trained(capture: bool) -> list[Tensor]:
+        model, optimizer, made = started(
+            "crossbow(learners=2)",
+            World(device=device),
+            lambda m: torch.optim.SGD(m[0].parameters(), lr=LR),  # type: ignore[index, operator]
+        )
+        train(made, range(4), 2, capture=capture)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["lr"] = LR / 2
+        train(made, range(4, 8), 2, capture=capture)
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": LR / 4})
+        train(made, range(8, 12), 2, capture=capture)
+        z, own = seen(made)
+        made.close()
+        return [*z, *(w for each in own for w in each)]
+
+    close(trained(True), trained(False), 1e-9)
+
+
 def test_batches_of_other_sizes_and_a_round_cut_short(device: torch.device) -> None:
     """The last batches of an epoch: one size more, then fewer batches than learners."""
     _, _, made = started("crossbow(learners=2)", World(device=device))

@@ -124,8 +124,8 @@ class Steps:
     """
 
     def __init__(self, learners: Learners, copies: Sequence[Sequence[Parameter]]) -> None:
-        optimizer = learners.optimizer
-        self.groups = optimizer.param_groups
+        self._optimizer = optimizer = learners.optimizer
+        self._held = self._list_held()
         self._kept = [name for name in optimizer.defaults if name not in _OURS]
         self.settings = [self._read(group) for group in self.groups]
         self._rates = [torch.zeros((), device=copies[0][0].device) for _ in self.groups]
@@ -141,6 +141,18 @@ class Steps:
             ]
             self._each.append(kind(groups))
             self._share(learners.state(j), params, self._each[-1])
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The program's; `load_state_dict` puts others in their place."""
+        return self._optimizer.param_groups
+
+    def _list_held(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.groups]
+
+    def are_current(self) -> bool:
+        """Whether the optimizer's groups hold the same parameters as before."""
+        return self._list_held() == self._held
 
     def _share(self, state: Any, params: Sequence[Parameter], made: Optimizer) -> None:
         """Let the optimizer of a learner work on the learner's state."""
@@ -282,6 +294,8 @@ class CapturedLearners:
         if center.buckets is not self.lines.buckets or self._learners.count != len(self._copies):
             return False
         if [p.requires_grad for p in self._params] != self._trainable:
+            return False
+        if self._steps is not None and not self._steps.are_current():
             return False
         parked = list(self._learners.parked.values())
         if len(parked) != len(self._parked) or any(a is not b for a, b in zip(parked, self._parked, strict=True)):

@@ -49,7 +49,8 @@ class Graphs:
 
 
 def record(kernels: Callable[[], object], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """What `kernels` does, as a graph; nothing is computed. `pool`: `torch.cuda.graph_pool_handle()`."""
+    """What `kernels` does, as a graph; nothing is computed. `pool`: `torch.cuda.graph_pool_handle()`, which is of no use
+    after an error."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -59,17 +60,21 @@ def record(kernels: Callable[[], object], device: torch.device, pool: Any) -> to
         except BaseException:
             with suppress(RuntimeError):
                 graph.capture_end()
-            _leave_capture(stream)
+            _leave_capture(device, pool)
             raise
         graph.capture_end()
     torch.cuda.current_stream(device).wait_stream(stream)
     return graph
 
 
-def _leave_capture(stream: torch.cuda.Stream) -> None:
-    """After a capture that failed, torch's random numbers still belong to it: one that succeeds brings them out."""
-    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(stream.device)):
-        x, graph = torch.zeros(1, device=stream.device), torch.cuda.CUDAGraph()
+def _leave_capture(device: torch.device, pool: Any) -> None:
+    """After a capture that failed, memory still goes to its pool, and random numbers belong to it: the first is ended,
+    a capture that succeeds brings the second out."""
+    cuda: Any = torch._C
+    with suppress(RuntimeError, AttributeError):
+        cuda._cuda_endAllocateToPool(torch.cuda._utils._get_device_index(device), pool)
+    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
+        x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         x.add_(1)
         graph.capture_end()

@@ -440,6 +440,7 @@ class CapturedLearners:
         except Exception as error:
             known = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
             found.why_not = f"{known}{error}".strip().splitlines()[0]
+            self._pool = None
             self._take_gradients()
             raise Uncapturable(found.why_not) from error
         found.replay = graph.replay

@@ -43,6 +43,7 @@ BATCH, LR, ROUNDS = 16, 0.01, 20
 FEW = 3  # rounds at once, of processor time
 MODELS = ("mlp", "cnn", "text")
 RATES = (0.03, 0.1)
+CHANNELS_LAST = False
 GOAL, EPOCHS = 0.9, 40
 
 
@@ -296,7 +297,8 @@ def resnet(width: int, channels: int = 3) -> Any:
     widths = [width] * 4 + [2 * width] * 3 + [4 * width] * 2
     stem = [nn.Conv2d(channels, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     blocks = [Block(a, b) for a, b in itertools.pairwise(widths)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)).cuda()
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)).cuda()
+    return model.to(memory_format=torch.channels_last if CHANNELS_LAST else torch.contiguous_format)
 
 
 def sgd(model: Any, lr: Any = LR, **how: Any) -> Any:

@@ -49,7 +49,7 @@ class Graphs:
 
 
 def record(kernels: Callable[[], object], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """What `kernels` does, as a graph; nothing is computed. `pool`: `torch.cuda.graph_pool_handle()`, of no use after an
+    """What `kernels` does, as a graph; nothing is computed. `pool`: `torch.cuda.graph_pool_handle()`, no use after an
     error."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

@@ -467,6 +467,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="processor time instead of time")
     parser.add_argument("--gpu", action="store_true", help="learners at the same time on one GPU")
     parser.add_argument("--width", type=int, default=16, help="of the ResNet's first stage (default 16)")
+    parser.add_argument("--channels-last", action="store_true", help="the memory format of the ResNet, on all sides")
     parser.add_argument("--data", type=Path, help="where images.npz is: with --gpu, the time to 90 %%")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds of training at most, until 90 %%")
     asked = parser.parse_args()
@@ -476,6 +477,8 @@ def main() -> None:
         if not torch.cuda.is_available():
             finish({"skipped": "no CUDA device"})
             return
+        global CHANNELS_LAST
+        CHANNELS_LAST = asked.channels_last
         if asked.data:
             finish(to_90(asked.width, asked.data, asked.limit))
         else:

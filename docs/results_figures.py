@@ -276,6 +276,21 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Several learners on one GPU",
+        "`benchmarks/learners.py --gpu`: learners of `crossbow` in one CUDA graph, a ResNet of 17 convolutions on 32 x "
+        "32 images, batches of 16 a learner; seconds to 90 % on Fashion-MNIST with 128 samples a step.",
+        ("learners",),
+        (
+            shown(r"bare_samples_s", "the eager loop", "samples/s"),
+            shown(r"graph1_samples_s", "one learner's step as a graph of its own", "samples/s"),
+            shown(r"learners_(\d+)_samples_s", "ours, {} learners", "samples/s"),
+            faster(r"learners_over_bare_8", "8 learners over the eager loop", 20.0),
+            faster(r"learners_over_own_graph_8", "8 learners over one learner's own graph", 3.0),
+            shown(r"seconds_to_90_bare", "to 90 %: the eager loop", "s"),
+            shown(r"seconds_to_90_crossbow", "to 90 %: ours, 8 learners", "s"),
+        ),
+    ),
+    Section(
         "Slow networks",
         "`benchmarks/network.py`: emulated hosts with one worker each, an MLP of 25 M parameters.",
         ("network",),

@@ -429,7 +429,7 @@ def test_learners_really_run_at_the_same_time() -> None:
 def test_on_a_gpu_side_by_side_and_in_turn_are_the_same() -> None:
     def trained(concurrent: bool) -> list[Tensor]:
         model = make().cuda()
-        optimizer = adam(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1 / 64)  # a graph has it in float32
         replica: Any = un.parallel(model, optimizer, "crossbow(learners=3)", world=World(device=torch.device("cuda")))
         data = [batch(t, 0).cuda() for t in range(30)]
         if concurrent:

@@ -99,6 +99,11 @@ class Windows:
     def catch_up(self) -> None:
         """Count a backward pass that has not been counted yet."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the program is inside `no_sync`."""
+        return self._local
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of passes inside the block stay local and add up."""
@@ -415,6 +420,13 @@ class StepHooks:
                     watcher.end(optimizer)
         finally:
             self._running = False
+
+
+def has_other_hooks(optimizer: Optimizer) -> bool:
+    """Whether others than one replica are called around its step."""
+    hooks: Any = optimizer
+    own = StepHooks.of(optimizer)
+    return max(len(own._watchers), len(hooks._optimizer_step_pre_hooks), len(hooks._optimizer_step_post_hooks)) > 1
 
 
 class Watcher:

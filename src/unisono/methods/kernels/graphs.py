@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,25 +43,45 @@ class Graphs:
             return
         graph = self._seen[key]
         if graph is None:
-            graph = self._seen[key] = self._record(kernels, like.device)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = self._seen[key] = record(kernels, like.device, self._pool)
         graph.replay()
 
-    def _record(self, kernels: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        collects = gc.isenabled()
-        gc.disable()  # the collector may free another graph, which breaks a recording off
-        try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                try:
-                    kernels()
-                finally:
+
+def record(kernels: Callable[[], object], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
+    """What `kernels` does, as a graph; nothing is computed. `pool`: `torch.cuda.graph_pool_handle()`, no use after an
+    error."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    collects = gc.isenabled()
+    gc.disable()  # the collector may free another graph, which breaks a recording off
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                kernels()
+            except BaseException:
+                with suppress(RuntimeError):
                     graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        return graph
+                _leave_capture(device, pool)
+                raise
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph
+
+
+def _leave_capture(device: torch.device, pool: Any) -> None:
+    """After a capture that failed, memory still goes to its pool, and random numbers belong to it: the first is ended,
+    a capture that succeeds brings the second out."""
+    cuda: Any = torch._C
+    with suppress(RuntimeError, AttributeError):
+        cuda._cuda_endAllocateToPool(torch.cuda._utils._get_device_index(device), pool)
+    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
+        x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        x.add_(1)
+        graph.capture_end()

@@ -9,7 +9,7 @@ are the learners' own tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +64,7 @@ class Learners:
     def __init__(self, model: nn.Module, optimizer: Optimizer, copy_model: Callable[[], nn.Module]) -> None:
         self.model, self.optimizer, self._copy_model = model, optimizer, copy_model
         self.named: list[tuple[str, Parameter]] = list(model.named_parameters())
+        self.parts = list(model.modules())
         self.turn = 0
         self.parked: dict[int, Parked] = {}
         self._copies: dict[int, ModuleCopy] = {}
@@ -86,6 +87,18 @@ class Learners:
         if learner == self.turn:
             return [b.detach() for b in self.model.buffers()]
         return self.parked[learner].buffers
+
+    def state(self, learner: int) -> MutableMapping[Any, Any]:
+        """The state of a learner's optimizer, by the model's parameters."""
+        return self.optimizer.state if learner == self.turn else self.parked[learner].state
+
+    def place(self, learner: int, params: Sequence[Tensor]) -> None:
+        """Let a learner's parameters be these tensors, which hold their values."""
+        if learner != self.turn:
+            self.parked[learner].params = list(params)
+            return
+        for (_, param), tensor in zip(self.named, params, strict=True):
+            param.data = tensor.detach()
 
     # Taking turns ------------------------------------------------------------------------------------------------
 
@@ -153,13 +166,14 @@ class Learners:
 
         Returns all losses, in the order of the batches, and each learner's gradients, in the order of `named`.
         """
-        copies = [self._prepare(self.turn + i) for i in range(len(shares))]
+        copies = [self.prepare(self.turn + i) for i in range(len(shares))]
         while len(self._lanes) < len(shares) - 1:
             self._lanes.append(SerialQueue(f"unisono learner {len(self._lanes) + 1}"))
-        device = next((p.device for _, p in self.named if p.is_cuda), None)
-        while device is not None and len(self._streams) < len(shares):
-            self._streams.append(torch.cuda.Stream(device))
-        jobs = [_job(loss_of, c, s, self._stream(i)) for i, (c, s) in enumerate(zip(copies, shares, strict=True))]
+        streams = self.streams(len(shares))
+        for stream in streams:  # they begin after what the program's stream has to do so far
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        each_stream: Sequence[Any] = streams or [None] * len(shares)
+        jobs = [_job(loss_of, *of) for of in zip(copies, shares, each_stream, strict=True)]
         handles = [lane.submit(job) for lane, job in zip(self._lanes, jobs[1:], strict=False)]
         losses, errors = [], []
         for handle in [Handle(jobs[0]), *handles]:  # all of them, also if one fails: they are at work on their tensors
@@ -169,8 +183,8 @@ class Learners:
                 errors.append(error)
         if errors:
             raise errors[0]
-        for i in range(len(shares) if device is not None else 0):
-            torch.cuda.current_stream(device).wait_stream(self._streams[i])
+        for stream in streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         grads = []
         for each in copies:
             grads.append([p.grad for p in each.params])
@@ -182,14 +196,14 @@ class Learners:
         for (_, param), grad in zip(self.named, grads, strict=True):
             param.grad = grad
 
-    def _stream(self, i: int) -> torch.cuda.Stream | None:
-        """A stream of its own for a learner, which begins after what the program's stream has to do so far."""
-        if not self._streams:
-            return None
-        self._streams[i].wait_stream(torch.cuda.current_stream(self._streams[i].device))
-        return self._streams[i]
+    def streams(self, count: int) -> list[torch.cuda.Stream]:
+        """A CUDA stream for each of so many learners; none where the model is on no GPU."""
+        device = next((p.device for _, p in self.named if p.is_cuda), None)
+        while device is not None and len(self._streams) < count:
+            self._streams.append(torch.cuda.Stream(device))
+        return self._streams[:count]
 
-    def _prepare(self, learner: int) -> ModuleCopy:
+    def prepare(self, learner: int) -> ModuleCopy:
         """A copy of the module that computes with the learner's own tensors, in the model's modes."""
         if learner not in self._copies:
             self._copies[learner] = ModuleCopy(self._copy_model())
@@ -200,7 +214,7 @@ class Learners:
                 theirs.requires_grad_(mine.requires_grad)
         for buffer, tensor in zip(made.module.buffers(), self.buffers(learner), strict=True):
             buffer.data = tensor
-        for one, other in zip(made.parts, self.model.modules(), strict=True):
+        for one, other in zip(made.parts, self.parts, strict=True):
             if one.training != other.training:
                 one.training = other.training
         made.zero_grad()
@@ -242,22 +256,28 @@ class Learners:
         return value.to(device, copy=True)
 
 
+def compute(loss_of: Callable[[nn.Module, Any], Tensor], made: ModuleCopy, share: Batches) -> list[Tensor]:
+    """A learner's backward passes: their losses; its copy of the module has the gradients."""
+    losses = []
+    with torch.enable_grad():
+        for batch, weight in zip(share, share.weights, strict=True):
+            loss = loss_of(made.module, batch)
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"the loss function must return a tensor (the loss), got {type(loss).__name__}")
+            with _counting(made.params, weight):
+                loss.backward()
+            losses.append(loss.detach())
+    return losses
+
+
 def _job(
     loss_of: Callable[[nn.Module, Any], Tensor], made: ModuleCopy, share: Batches, stream: Any
 ) -> Callable[[], list[Tensor]]:
     def run() -> list[Tensor]:
-        losses = []
         if stream is not None:
             torch.cuda.set_device(stream.device)  # a thread of its own has no CUDA context yet
-        with torch.cuda.stream(stream), torch.enable_grad():  # a stream of None changes nothing
-            for batch, weight in zip(share, share.weights, strict=True):
-                loss = loss_of(made.module, batch)
-                if not isinstance(loss, Tensor):
-                    raise TypeError(f"the loss function must return a tensor (the loss), got {type(loss).__name__}")
-                with _counting(made.params, weight):
-                    loss.backward()
-                losses.append(loss.detach())
-        return losses
+        with torch.cuda.stream(stream):  # a stream of None changes nothing
+            return compute(loss_of, made, share)
 
     return run
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -12,8 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.background import Handle
+from unisono.launchers.runtime.frames import warn_user
 from unisono.methods.exchange.overlap import SideChannel
 from unisono.methods.exchange.reduction import LearningRates
+from unisono.methods.strategies.crossbow.captured import (
+    MOST,
+    CapturedLearners,
+    How,
+    Lines,
+    Uncapturable,
+    is_on_gpu,
+    naming_learners,
+    why_not_laid_out,
+)
 from unisono.methods.strategies.crossbow.learners import Batches, CentralModel, Learners
 from unisono.methods.strategies.crossbow.tuning import Tuning
 from unisono.methods.strategy import Change, ModelPart, PeriodicReplica, bound_parameters, share, share_buffers
@@ -68,6 +80,12 @@ class CrossbowReplica(PeriodicReplica):
         self._side: SideChannel | None = None
         self._written = Written()  # by the program, since the last exchange began
         self._writer = 0  # the learner that it last wrote to
+        self._captured: CapturedLearners | None = None
+        self._laid_out = 0  # times since the last replay
+        self._in_lines = False  # parameters lie in lines, which they keep alive
+        self._is_whole = False  # the round that runs has its corrections in it
+        self._stepped = 0  # learners that have stepped and are corrected, and are not counted yet
+        self._told: set[str] = set()
         self.learners = Learners(model, optimizer, self.copy_model)
         self.center = CentralModel(self.learners.named)
         super().__init__(model, optimizer, world, strategy)
@@ -87,7 +105,10 @@ class CrossbowReplica(PeriodicReplica):
         device = next((p.device for p in self.model.parameters() if p.is_cuda), None)
         self._side = SideChannel(self.world, device, inline=True, behind=self.world.size > 1)
         if self.learners.count < self.wanted:
-            self.learners.resize(self.wanted)
+            with naming_learners(self.wanted):
+                self.learners.resize(self.wanted)
+        if device is not None:
+            self.tuning.measure_on(device)
         self._build()
 
     def _build(self) -> None:
@@ -99,6 +120,7 @@ class CrossbowReplica(PeriodicReplica):
         return self._side.start(job)
 
     def stop(self, change: Change | None = None) -> None:
+        self._drop_graphs()
         if self._side is not None:
             self._side.finish()
             self.center.release(self._side.channel)
@@ -114,23 +136,30 @@ class CrossbowReplica(PeriodicReplica):
                 for name, param in self.learners.named:
                     if name in loaded:
                         param.copy_(loaded[name])
+                    if self._in_lines:
+                        param.data = param.data.clone()
         self.learners.close()
         self._exchange = self._stale = None
 
     # A round: begin, step, end -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Start this round's exchange, if there is to be one and it is not under way."""
+    def begin(self, lines: Lines | None = None) -> None:
+        """Start this round's exchange, if there is to be one and it is not under way. `lines`: the learners', where all
+        of them are about to step."""
+        if lines is not None and self.due and self._exchange is not None:
+            lines.remember()
         if not self.due or self._exchange is not None:
             return
         if self._stale is not None:
             self._wait_for(self._stale)
             self._stale = None
-        self.center.follow()
-        if {name for bucket in self.center.buckets for name in bucket.names} != set(self.center.z):
-            self._build()
-        self.center.fill([self.learners.params(j) for j in range(self.learners.count)])
+        self._follow()
+        if lines is not None:
+            if not self._is_whole:
+                lines.fill()
+        else:
+            self.center.fill([self.learners.params(j) for j in range(self.learners.count)])
         self._update_learning_rates()
         written, self._written = self._written, Written()
         code = written.code()
@@ -143,6 +172,12 @@ class CrossbowReplica(PeriodicReplica):
             return bool(dropped), 0 < most == -least
 
         self._exchange = Sum(self._submit(exchange), self.center.sums, written)
+
+    def _follow(self) -> None:
+        """Parameters that have become trainable take part."""
+        self.center.follow()
+        if {name for bucket in self.center.buckets for name in bucket.names} != set(self.center.z):
+            self._build()
 
     def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
         self.center.follow()
@@ -164,26 +199,39 @@ class CrossbowReplica(PeriodicReplica):
             self._looked = True
 
     def meet(self) -> None:
+        if self._stepped:
+            self._stepped -= 1
+            if not self._stepped:
+                self._end_round()
+            return
         if not self._looked:  # the step was skipped
             self._look()
         if self.due:
-            # What every rank's program wrote alike before this round, the central model is to become: the learner has
-            # nothing of it to give up. Waits for the others only where this rank wrote.
-            exchange = self._exchange
-            wrote = exchange is not None and exchange.written.values and self._wait_for(exchange)[1]
-            by_all = exchange.written.values if exchange is not None and wrote else ()
-            self.center.correct(self.learners.params(self.learners.turn), self.alpha, by_all)
+            self.center.correct(self.learners.params(self.learners.turn), self.alpha, self._find_agreed())
         self._looked = False
         following = (self.learners.turn + 1) % self.learners.count
         if following == 0:
             self._end_round()
         self.learners.turn_to(following)
 
+    def _find_agreed(self) -> Collection[str]:
+        """What every rank's program wrote alike before this round, the central model is to become: a learner has
+        nothing of it to give up. Waits for the others only where this rank wrote."""
+        exchange = self._exchange
+        wrote = exchange is not None and exchange.written.values and self._wait_for(exchange)[1]
+        return exchange.written.values if exchange is not None and wrote else ()
+
     def _end_round(self) -> None:
         if self.due:
             assert self._exchange is not None, "begun before the round's first step"
             dropped, agreed = self._wait_for(self._exchange)
-            self.center.move(self._exchange.sums(), self.alpha, self.strategy.momentum)
+            lines = None if self._captured is None else self._captured.lines
+            if self._is_whole:
+                pass
+            elif lines is not None and lines.buckets is self.center.buckets and self._exchange.sums == self.center.sums:
+                lines.move(self.alpha, self.strategy.momentum)
+            else:
+                self.center.move(self._exchange.sums(), self.alpha, self.strategy.momentum)
             if agreed:  # z becomes what every rank's program wrote, and so do learners that were not in the model then
                 self.center.replace(self._exchange.written.values)
                 for j in range(self.learners.count):
@@ -227,22 +275,27 @@ class CrossbowReplica(PeriodicReplica):
         observed = self.tuning.observe(self.met, self.world.ledger)
         if observed is None:
             return
-        sums = torch.tensor([*observed, self._side_by_side], dtype=torch.float64)
+        full = self._captured is not None and not self._captured.has_room()
+        sums = torch.tensor([*observed, self._side_by_side, full], dtype=torch.float64)
         self._submit(lambda channel: channel.all_reduce(sums, "sum", tag="tuning").wait()).wait()
-        throughput, communication, compute, users = sums.tolist()
-        why = self.tuning.decide(throughput, communication, compute, side_by_side=users == self.world.size)
+        *found, users, full_ranks = sums.tolist()
+        why = self.tuning.decide(*found, side_by_side=users == self.world.size, has_room=not full_ranks)
         self._side_by_side = False
         if why:
             self.every = self.tuning.every
             self.resize(self.tuning.learners)
-            decided = {"learners": self.tuning.learners, "every": self.tuning.every, "throughput": throughput}
+            decided = {"learners": self.tuning.learners, "every": self.tuning.every, "throughput": found[0]}
             self.world.ledger.event("crossbow", **decided, why=why)
 
     def resize(self, count: int) -> None:
         """Between two rounds: learners that are new begin at z, with the optimizer state of the first."""
         before, self.wanted = self.learners.count, count
+        if before == count:
+            return
+        self._drop_graphs()
         self.learners.turn_to(0)
-        self.learners.resize(count)
+        with naming_learners(count):
+            self.learners.resize(count)
         for j in range(before, count):
             self.center.copy_to(self.learners.params(j))
 
@@ -258,34 +311,135 @@ class CrossbowReplica(PeriodicReplica):
         batches: Sequence[Any],
         *,
         adjust: Callable[[], object] | None = None,
+        clip_norm: float | None = None,
+        capture: bool = True,
     ) -> list[Tensor]:
-        """Run the learners side by side, in threads (streams on CUDA): `accumulate` batches each, and a step each.
+        """Run the learners side by side: `accumulate` batches each, and a step each. Returns the losses.
 
-        `loss_of(model, batch)` computes the loss with the model it is given; enter autocast inside it. `adjust()` is
-        called before each learner's step, with its gradients in `replica.model`: to clip them, say. The loop has no
-        backward and no step of its own. The arithmetic is that of the plain loop. Returns the losses.
+        `loss_of(model, batch)` computes the loss with the model it is given; enter autocast inside it. `clip_norm`: the
+        largest norm of a learner's gradients. `adjust()` is called before each learner's step, with its gradients in
+        `replica.model`: to change them otherwise. The loop has no backward and no step of its own. The arithmetic is
+        that of the plain loop.
+
+        On a GPU, rounds are captured as a CUDA graph: after the first few, Python in `loss_of` and in the model runs no
+        more. What cannot be captured runs in threads, as on CPUs, and a warning names it. `capture=False`: never.
 
         for batches in replica.batches(loader):
             replica.learn(lambda model, batch: loss_fn(model(batch[0]), batch[1]), batches)
         """
-        if self.learners.count > 1 and any(isinstance(m, SyncBatchNorm) for m in self.model.modules()):
+        if self.learners.count > 1 and any(isinstance(m, SyncBatchNorm) for m in self.learners.parts):
             raise ValueError(
                 "SyncBatchNorm cannot run in several learners at a time, as their collectives would mix: use "
                 "BatchNorm, or the plain loop, in which learners take turns"
             )
+        if clip_norm is not None and not 0.0 < clip_norm < math.inf:
+            raise ValueError(f"clip_norm={clip_norm}: expected a positive number, the largest norm of the gradients")
+        if self.windows.is_local:
+            raise ValueError(
+                "learn() makes all of a window's passes, and the step: set `accumulate`, without no_sync()"
+            )
         losses, self._side_by_side = [], True
         self.meet_if_due()
         for shares in self.learners.shares(batches, self.strategy.accumulate, self.world):
-            self.begin()
-            found, grads = self.learners.gradients(loss_of, shares)
-            losses += found
-            for each in grads:
-                self.learners.put(each)
-                if adjust is not None:
-                    adjust()
-                self.optimizer.step()  # ends the window, and with it this learner's turn
-                self.learners.put([None] * len(each))
+            with naming_learners(self.learners.count):
+                losses += self._learn_round(loss_of, shares, adjust, clip_norm, capture)
         return losses
+
+    def _learn_round(
+        self,
+        loss_of: Callable[[nn.Module, Any], Tensor],
+        shares: Sequence[Batches],
+        adjust: Callable[[], object] | None,
+        clip_norm: float | None,
+        capture: bool,
+    ) -> list[Tensor]:
+        captured = self._lay_out(shares) if capture else None
+        if captured is None:
+            self.begin()
+        else:
+            stepping = adjust is None and not captured.why_no_steps
+            if adjust is None and not stepping:
+                self._tell(f"gradients are captured, steps are not: {captured.why_no_steps}")
+            alone = stepping and self.every == 1 and self.world.size == 1
+            self._is_whole = alone and self._exchange is None and not self._written.values
+            corrections = (self.alpha, self.strategy.momentum) if self._is_whole else None
+            self.begin(captured.lines)
+            try:
+                found, grads = captured.run(How(loss_of, clip_norm, stepping, corrections), shares)
+            except Exception as error:  # no learner has stepped
+                if self._is_whole:
+                    captured.lines.fill()
+                self._is_whole = False
+                if not isinstance(error, Uncapturable):
+                    raise
+                self._tell(f"a round runs in threads, and is not captured as a CUDA graph: {error}")
+                captured = None
+            else:
+                self._laid_out = 0 if captured.replayed else self._laid_out
+                if stepping:
+                    self._count_steps(captured)
+                    return found
+        if captured is None:
+            found, grads = self.learners.gradients(loss_of, shares)
+        for each in grads:
+            self.learners.put(each)
+            if captured is None and clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+            if adjust is not None:
+                adjust()
+            self.optimizer.step()  # ends the window, and with it this learner's turn
+            self.learners.put([None] * len(each))
+        return found
+
+    def _count_steps(self, captured: CapturedLearners) -> None:
+        """All learners have stepped: the rest of a step, of each."""
+        with torch.no_grad():
+            if self.due and not self._is_whole:
+                captured.lines.correct(self.alpha, self._find_agreed())
+        self._stepped = self.learners.count
+        for _ in range(self._stepped):
+            self.windows.before_step()
+            self.fault_in_update()
+            self.windows.after_step()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else a schedule warns
+        self._meet_all()
+        self._stepped, self._is_whole = 0, False
+
+    def _lay_out(self, shares: Sequence[Batches]) -> CapturedLearners | None:
+        """The learners as they can be computed at the same time; None: they cannot."""
+        if not is_on_gpu(self.learners.named):
+            return None
+        each, count = self.strategy.accumulate, self.learners.count
+        whole = len(shares) == count and all(len(share) == each for share in shares)
+        if self.learners.turn or not whole or any(weight != 1.0 for share in shares for weight in share.weights):
+            return None  # a round that begins or ends in the middle, or a batch that counts less
+        with torch.no_grad():
+            self._follow()
+            if self._captured is not None and not self._captured.is_current(self.center):
+                self._drop_graphs()
+            if self._captured is None:
+                why_not = why_not_laid_out(self.learners, self.center)
+                if self.healing is not None:
+                    why_not = "ranks come and go (an elastic run)"
+                elif self._laid_out > MOST:
+                    why_not = "parameters, buffers or optimizer states are replaced by other tensors all the time"
+                if why_not:
+                    self._tell(f"rounds run in threads, and are not captured as CUDA graphs: {why_not}")
+                    return None
+                self._laid_out, self._in_lines = self._laid_out + 1, True
+                self._captured = CapturedLearners(self.learners, self.center)
+                self.writes.note()  # parameters are elsewhere now, and the program did not do it
+        return self._captured
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warn_user(f"crossbow: {text}")
+
+    def _drop_graphs(self) -> None:
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            captured.close()
 
     # The model to evaluate, and state ----------------------------------------------------------------------------
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import torch
+
 from unisono.world.ledger import Ledger
+
+_NEW_ON_GPU = 4  # rounds: op by op, and captured
 
 
 class LearnersTuner:
@@ -28,15 +32,18 @@ class LearnersTuner:
         self.before: float | None = None  # the throughput with one learner fewer
         self.why = "the start"
 
-    def observe(self, throughput: float) -> int:
-        """How many learners from now on, where with those so far `throughput` was measured."""
+    def observe(self, throughput: float, *, has_room: bool = True) -> int:
+        """How many learners from now on, where with those so far `throughput` was measured. `has_room`: another one
+        would fit into memory."""
         if self.settled:
             return self.learners
         if not math.isfinite(throughput) or throughput <= 0.0:
             self.why = "nothing was measured"
             return self.learners
         rose = self.before is None or throughput > self.before * (1.0 + self.gain)
-        if rose and self.learners < self.most:
+        if rose and not has_room:
+            self.settled, self.why = True, "one more would not fit into memory"
+        elif rose and self.learners < self.most:
             why = "try one more" if self.before is None else "the last one raised the throughput enough"
             self.before, self.learners, self.why = throughput, self.learners + 1, why
         elif rose:
@@ -106,7 +113,18 @@ class Tuning:
         self.learners = learners if learners != "auto" else 1
         self.every = every if every != "auto" else 1
         self.interval = interval
+        self._device: torch.device | None = None
+        self._new = 0  # rounds since the last decision
         self._mark: tuple[int, float] | None = None  # window and moment at which measuring began
+
+    def measure_on(self, device: torch.device) -> None:
+        """Rounds compute on a GPU, which may be behind the program; the first of them take longer."""
+        self._device = device
+
+    def _clock(self, ledger: Ledger) -> float:
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+        return ledger.clock()
 
     @property
     def under_way(self) -> bool:
@@ -115,23 +133,29 @@ class Tuning:
 
     def observe(self, step: int, ledger: Ledger) -> list[float] | None:
         """Called after every round. At the end of an interval: this rank's windows a second, and the seconds that it
-        stood still for communication and that it computed. The first round is left out: its memory is new."""
+        stood still for communication and that it computed. The first round is left out: its memory is new; on a GPU
+        the first four, as they are captured."""
         if not self.under_way:
             return None
-        now = ledger.clock()
+        self._new += 1
+        if self._mark is None and self._new < (_NEW_ON_GPU if self._device is not None else 1):
+            return None
         if self._mark is None:
-            self._mark = step, now
+            self._mark = step, self._clock(ledger)
         windows, since = step - self._mark[0], self._mark[1]
         if windows < self.interval:
             return None
-        self._mark = None
+        now = self._clock(ledger)
+        self._mark, self._new = None, 0
         totals = ledger.totals(last=windows)
         return [windows / max(now - since, 1e-9), totals.communication, totals.compute]
 
-    def decide(self, throughput: float, communication: float, compute: float, *, side_by_side: bool) -> str:
+    def decide(
+        self, throughput: float, communication: float, compute: float, *, side_by_side: bool, has_room: bool = True
+    ) -> str:
         """Set `learners` and `every` from all ranks' sums; says why, if anything was decided."""
         if self._learners is not None and not self._learners.settled and side_by_side:
-            self.learners = self._learners.observe(throughput)
+            self.learners = self._learners.observe(throughput, has_room=has_room)
             return self._learners.why
         if self._every is not None:
             self.every = self._every.observe(communication, compute)

@@ -1,49 +1,53 @@
 """Part of evidence.py: tasks of a size that means something, for a machine with a GPU, in pieces of some minutes.
 
 text25, text125: a GPT of 25 M parameters (one of 125 M) on the bytes of 52 MB of Python source and documentation,
-    sequences of 256; judged by the loss on a hundredth of them.
+    64 sequences of 256 a step; judged by the loss on a hundredth of them.
 images: a ResNet of 0.7 M parameters on Fashion-MNIST, images moved and mirrored; judged by accuracy on its test set.
 text3: a GPT of 2.7 M parameters on the same text, for CPUs.
 
     python benchmarks/evidence_large.py prepare --data DATA      # text.bin, images.npz: from WHEELS and FASHION
-    python benchmarks/evidence_large.py text25 --data DATA --workers 8 --minutes 8 --device cuda --out large.jsonl
+    python benchmarks/evidence_large.py text25 --data DATA --workers 8 --minutes 8 --device cuda --jobs 6
     python benchmarks/evidence_large.py draw --out large.jsonl   # the picture beside it: loss over bytes, all methods
 
-The second is called again until nothing is left: a line stands for each run that has ended, and a run that was cut goes
-on from its checkpoint beside the file.
+The second is called again until nothing is left: a line stands for each run that has ended; those that the time cut
+are made anew. A run is one process, whose threads are the ranks (evidence_ranks.py): what is learnt does not depend on
+where ranks run. `--jobs` runs share the GPU.
 
-First the search: every variant at three learning rates, and with each of three outer rates where it has one, for a
-quarter of the steps and with a seed of its own. Then each at its best, over the seeds. The rate rises over the first
-twentieth of the steps and falls as a cosine to a tenth. A line has the held-out loss, the bytes that a rank had sent
-and the seconds so far, at twenty places of the run: exchanges of `consolidate` for that are not counted.
+First the search, for a quarter of the steps and with a seed of its own: every variant at three learning rates, then,
+where it has an outer rate, at the best of these with two more outer rates. Then each at its best, over the seeds; the
+variants of FIRST before the others. The rate rises over the first twentieth of the steps and falls as a cosine to a
+tenth. A line has the held-out loss and the bytes that a rank had sent, at twenty places of the run: exchanges of
+`consolidate` for that are not counted.
 
-Where there is no network, a course in time is predicted: what the steps took where a worker had the device to itself
-(`compute_s`), and the bytes at the speed of the link, one after the other: methods that send behind the program are
-better than that.
+A course in time is predicted: what the steps took where a worker had the device to itself (`step_s`), and the bytes at
+the speed of the link, one after the other: methods that send behind the program are better than that.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gzip
 import hashlib
 import itertools
 import math
-import shutil
+import multiprocessing
 import statistics
 import sys
 import time
+import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, repeat
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from evidence_rules import read
-from evidence_tasks import ADAM, SGD, TUNED, Data, Run, Variant, append, make_optimizers, make_transformer, sent
+from evidence_tasks import ADAM, MUON, SGD, TUNED, Data, Run, Variant, append, sent
 from measure import finish
 
 # `pip download --only-binary=:all: --no-deps NAME==VERSION`: wheels are the same everywhere, and so is the text.
@@ -67,8 +71,10 @@ class Large(NamedTuple):
     adam: float
     sgd: float
     make: Callable[[Path], Data]
+    loss: Callable[..., Any]  # of a model and a batch
 
 
+FIRST = ("adam", "sparseloco", "diloco", "muloco")  # of which all is made before the others
 VARIANTS = {
     "allreduce": Variant("allreduce"),
     "adam": Variant("allreduce", adam=True),
@@ -153,9 +159,59 @@ def gpt(width: int, layers: int, judged: int, folder: Path) -> Data:
     rows = codes[: len(codes) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     test = torch.arange(len(rows)) % 100 == 0
     held_out = rows[test][:: len(rows) // 100 // judged][:judged]
-    model = make_transformer(256, width, layers, max(1, width // 64), LENGTH)
-    kept = rows[~test]
-    return Data(model, (kept[:, :-1], kept[:, 1:]), (held_out[:, :-1], held_out[:, 1:]), f"text {found[:12]}")
+    return Data(make_gpt(width, layers), (rows[~test],), (held_out,), f"text {found[:12]}")
+
+
+def make_gpt(width: int, layers: int, letters: int = 256) -> Any:
+    """A decoder that predicts the next byte: blocks as in GPT-2, heads of 64, without biases."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    def linear(before: int, after: int, scale: float = 1.0) -> Any:
+        made = nn.Linear(before, after, bias=False)
+        nn.init.normal_(made.weight, std=0.02 * scale)
+        return made
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.LayerNorm(width, bias=False) for _ in range(2))
+            self.qkv, self.out = linear(width, 3 * width), linear(width, width, (2 * layers) ** -0.5)
+            self.up, self.down = linear(width, 4 * width), linear(4 * width, width, (2 * layers) ** -0.5)
+
+        def forward(self, x: Any) -> Any:
+            heads = self.qkv(self.first(x)).unflatten(-1, (3, width // 64, 64))
+            q, k, v = heads.permute(2, 0, 3, 1, 4)
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            return x + self.down(F.gelu(self.up(self.second(x))))
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(letters, width)
+            nn.init.normal_(self.embed.weight, std=0.02)
+            self.position = nn.Parameter(0.02 * torch.randn(LENGTH, width))
+            self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+            self.norm, self.head = nn.LayerNorm(width, bias=False), linear(width, letters)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.norm(self.blocks(self.embed(x) + self.position)))
+
+    return GPT()
+
+
+def text_loss(model: Any, rows: Any, **how: Any) -> Any:
+    """Of the next byte, for each but the last of a sequence."""
+    from torch.nn import functional as F
+
+    return F.cross_entropy(model(rows[:, :-1].long()).flatten(0, -2).float(), rows[:, 1:].long().flatten(), **how)
+
+
+def image_loss(model: Any, x: Any, y: Any, *moves: Any, **how: Any) -> Any:
+    from torch.nn import functional as F
+
+    return F.cross_entropy(model(augment(x, *moves) if moves else x[:, None].float() / 255).float(), y, **how)
 
 
 def images(folder: Path) -> Data:
@@ -164,7 +220,7 @@ def images(folder: Path) -> Data:
 
     with np.load(folder / "images.npz") as kept:
         x, y, test_x, test_y = (torch.from_numpy(kept[name]) for name in ("x", "y", "test_x", "test_y"))
-    return Data(make_resnet(), (x, y), (test_x[:, None].float() / 255, test_y.long()), "Fashion-MNIST")
+    return Data(make_resnet(), (x, y.long()), (test_x, test_y.long()), "Fashion-MNIST")
 
 
 def make_resnet(width: int = 32) -> Any:
@@ -189,24 +245,31 @@ def make_resnet(width: int = 32) -> Any:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
 
 
-def augment(x: Any, seed: int) -> Any:
-    """Images of this batch moved by up to 2 pixels and half of them mirrored, each in its own way."""
+def augment(x: Any, moves: Any) -> Any:
+    """Images of this batch moved and mirrored, each in its own way, as `draw_moves` has it."""
     import torch
     from torch.nn import functional as F
 
+    padded, n, here = F.pad(x[:, None].float() / 255, (2, 2, 2, 2)), len(x), torch.arange(28, device=x.device)
+    down, right = (each[:, None] + here for each in moves[:2])
+    moved = padded[torch.arange(n, device=x.device)[:, None, None], 0, down[:, :, None], right[:, None, :]][:, None]
+    return torch.where(moves[2][:, None, None, None] > 0, moved.flip(3), moved)
+
+
+def draw_moves(n: int, seed: int) -> Any:
+    """For each image: from 0 to 4 pixels down and to the right, 2 being none, and whether it is mirrored."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
-    padded, n = F.pad(x[:, None].float() / 255, (2, 2, 2, 2)), len(x)
-    down, right = (torch.randint(5, (n, 1), generator=generator) + torch.arange(28) for _ in range(2))
-    moved = padded[torch.arange(n)[:, None, None], 0, down[:, :, None], right[:, None, :]][:, None]
-    mirrored = torch.rand(n, generator=generator) < 0.5
-    return torch.where(mirrored[:, None, None, None], moved.flip(3), moved)
+    both = torch.randint(5, (2, n), generator=generator)
+    return torch.cat([both, torch.randint(2, (1, n), generator=generator)])
 
 
 TASKS = {
-    "text3": Large("text", 300, 16, 1e-3, 0.2, partial(gpt, 192, 6, 64)),
-    "text25": Large("text", 2000, 128, 1e-3, 0.2, partial(gpt, 512, 8, 512)),
-    "text125": Large("text", 2000, 128, 6e-4, 0.2, partial(gpt, 896, 13, 512)),
-    "images": Large("digits", 2000, 256, 1e-3, 0.1, images),
+    "text3": Large("text", 300, 16, 1e-3, 0.2, partial(gpt, 192, 6, 64), text_loss),
+    "text25": Large("text", 2000, 64, 1e-3, 0.2, partial(gpt, 512, 8, 512), text_loss),
+    "text125": Large("text", 2000, 64, 6e-4, 0.2, partial(gpt, 896, 13, 512), text_loss),
+    "images": Large("digits", 2000, 256, 1e-3, 0.1, images, image_loss),
 }
 for _name, _task in TASKS.items():
     ADAM[_name], SGD[_name] = _task.adam, _task.sgd
@@ -215,15 +278,15 @@ for _name, _task in TASKS.items():
 # What there is to do -----------------------------------------------------------------------------------------
 
 
-def search(task: str, names: Sequence[str], steps: int, workers: int) -> dict[str, list[Run]]:
-    """By variant: the runs of the search, a quarter of the steps."""
-    found = {}
-    for name in names:
-        variant = VARIANTS[name]
-        outers = OUTERS if variant.outer else (0.0,)
-        tried = [variant.at(rate)._replace(outer=outer) for rate in RATES for outer in outers]
-        found[name] = [Run(task, one, TUNED, max(1, steps // 4), workers) for one in tried]
-    return found
+def search(task: str, name: str, steps: int, workers: int, lines: dict[str, Any]) -> tuple[list[Run], list[Run]]:
+    """The runs of a variant's search that are known so far, a quarter of the steps each: all, and those still to be
+    made. Outer rates are tried at the best of the learning rates."""
+    variant, count = VARIANTS[name], max(1, steps // 4)
+    runs = [Run(task, variant.at(rate), TUNED, count, workers) for rate in RATES]
+    if variant.outer and (found := best(runs, lines)) is not None:
+        others = [found._replace(outer=outer) for outer in OUTERS if outer != variant.outer]
+        runs += [Run(task, other, TUNED, count, workers) for other in others]
+    return runs, [run for run in runs if run.key not in lines]
 
 
 def best(runs: Sequence[Run], lines: dict[str, dict[str, Any]]) -> Variant | None:
@@ -235,88 +298,120 @@ def best(runs: Sequence[Run], lines: dict[str, dict[str, Any]]) -> Variant | Non
 
 
 def left(task: str, names: Sequence[str], seeds: int, steps: int, workers: int, lines: dict[str, Any]) -> list[Run]:
-    """What is still to be made: searches, then the runs of those whose search has ended."""
-    tried = search(task, names, steps, workers)
-    todo = [run for runs in tried.values() for run in runs]
+    """What can be made now and is not: searches and the runs of those whose search has ended, of FIRST all before the
+    others, of these a seed before the next."""
+    todo: list[tuple[tuple[int, ...], Run]] = []
     for name in names:
-        chosen = best(tried[name], lines)
-        todo += [Run(task, chosen, seed, steps, workers) for seed in range(seeds) if chosen is not None]
-    return [run for run in todo if run.key not in lines]
+        tried, missing = search(task, name, steps, workers, lines)
+        rank = 0 if name in FIRST else 1
+        todo += [((rank, 0), run) for run in missing]
+        if not missing and (chosen := best(tried, lines)) is not None:
+            runs = [Run(task, chosen, seed, steps, workers) for seed in range(seeds)]
+            todo += [((rank, rank * run.seed), run) for run in runs if run.key not in lines]
+    return [run for _, run in sorted(todo, key=lambda one: one[0])]
 
 
-# A run, in each worker ---------------------------------------------------------------------------------------
+# A run, in one process --------------------------------------------------------------------------------------
 
 
-def work(runs: list[Run], data: str, path: str, session: str, device: str, until: float) -> None:
-    """In each worker: one run after the other until the time is over; rank 0 appends each result to the file."""
-    import unisono as un
-
-    world = un.join(device=device)
-    for run in runs:
-        found = train(run, world, Path(data), Path(path), until)
-        if found is None:
-            return
-        if world.rank == 0:
-            line = {"kind": "run", "key": run.key, "task": run.task, "spec": run.variant.told(run.steps)}
-            append(path, line | {"seed": run.seed, "steps": run.steps, "session": session} | found)
+_loaded: dict[tuple[str, str], Data] = {}
 
 
-def train(run: Run, world: Any, folder: Path, path: Path, until: float) -> dict[str, Any] | None:
-    """One run to its end, or to a checkpoint when the time is over; then None."""
+def load(task: str, folder: Path, device: str) -> Data:
+    """A task's data, on the device; the model as the seed has made it is there too."""
+    data = TASKS[task].make(folder)
+    if (task, device) in _loaded:
+        data = data._replace(train=_loaded[task, device].train, held_out=_loaded[task, device].held_out)
+    else:
+        data = data._replace(**{k: tuple(x.to(device) for x in getattr(data, k)) for k in ("train", "held_out")})
+        _loaded[task, device] = data
+    return data._replace(model=data.model.to(device))
+
+
+def train(run: Run, folder: Path, device: str, until: float) -> dict[str, Any] | None:
+    """One run to its end; None: the time was over before."""
     import torch
-    from torch.nn import functional as F
+    from evidence_ranks import Ranks
 
     import unisono as un
 
     torch.manual_seed(run.seed)
-    data = TASKS[run.task].make(folder)
-    model = data.model.to(world.device)
-    optimizers = make_optimizers(run, model)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(one, partial(rate_at, steps=run.steps)) for one in optimizers]
+    data = load(run.task, folder, device)
+    ranks = Ranks(run.workers, TASKS[run.task].loss, torch.device(device))
+    bodies = [data.model, *(copy.deepcopy(data.model) for _ in range(run.workers - 1))]
+
+    def work(world: Any) -> dict[str, Any] | None:
+        try:
+            return learn(run, world, data, ranks, bodies[world.rank], until)
+        except BaseException:
+            ranks.give_up()
+            raise
+
+    start = time.perf_counter()
+    found = un.run_threads(work, run.workers, device=device, timeout_s=120.0)[0]
+    return None if found is None else found | {"seconds": time.perf_counter() - start}
+
+
+def learn(run: Run, world: Any, data: Data, ranks: Any, body: Any, until: float) -> dict[str, Any] | None:
+    """A rank's part of it."""
+    from evidence_ranks import Rank
+
+    import unisono as un
+
+    task, model = TASKS[run.task], Rank(body, ranks, world.rank)
+    optimizers = make_optimizers(run, body)
+    schedules = [make_schedule(one, run.steps) for one in optimizers]
     replica: Any = un.parallel(model, optimizers, run.variant.told(run.steps), world=world)
-    shard = un.shard(data.train, batch_size=TASKS[run.task].batch, seed=run.seed, name=run.key, world=world)
-    kept = path.parent / f"{path.stem}-{hashlib.sha256(run.key.encode()).hexdigest()[:12]}"
-    course: list[list[float]] = []  # step, loss, accuracy, bytes, seconds
-    if kept.exists():
-        extra: Any = un.load(kept, replica).extra
-        course = extra["course"]
-        for schedule, state in zip(schedules, extra["schedules"], strict=True):
-            schedule.load_state_dict(state)
-    at, nbytes, seconds = course[-1][0] if course else 0, *(course[-1][3:] if course else (0.0, 0.0))
+    shard = un.shard(data.train, batch_size=task.batch, seed=run.seed, name=run.key, world=world)
+    course: list[list[float]] = []  # step, loss, accuracy, bytes
     places = sorted({max(1, round(run.steps * i / PLACES)) for i in range(1, PLACES + 1)})
-    batches = chain.from_iterable(repeat(shard))
-    for place in [place for place in places if place > at]:
+    batches, at, nbytes = chain.from_iterable(repeat(shard)), 0, 0.0
+    for place in places:
         start = time.perf_counter()
-        for step, (x, y) in enumerate(islice(batches, int(place - at)), int(at)):
+        for step, batch in enumerate(islice(batches, place - at), at):
             if run.task == "images":
-                x = augment(x, 1_000_003 * run.seed + 1009 * step + world.rank)
+                moves = draw_moves(len(batch[0]), 1_000_003 * run.seed + 1009 * step + world.rank)
+                batch = (*batch, moves.to(world.device))
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            x, y = (part.to(world.device) for part in (x, y))
-            F.cross_entropy(
-                model(x if x.is_floating_point() else x.long()).flatten(0, -2), y.long().flatten()
-            ).backward()
+            model(*batch).backward()
             for one in (*optimizers, *schedules):
                 one.step()
         world.barrier()
-        seconds, nbytes, at = seconds + time.perf_counter() - start, nbytes + sent(world, start), place
-        course.append([at, *judge(replica, data, world), nbytes, seconds])
-        over = torch.tensor(float(time.time() > until))
-        if world.all_reduce(over, "max", tag="barrier").wait().item() and at < run.steps:
-            un.save(kept, replica, extra={"schedules": [one.state_dict() for one in schedules], "course": course})
+        nbytes, at = nbytes + sent(world, start), place
+        if run.seed != TUNED or at == run.steps:
+            course.append([at, *judge(replica, task, data, world), nbytes])
+        if world.broadcast_object(time.time() > until) and at < run.steps:
             return None
     replica.close()
-    if world.rank == 0:
-        shutil.rmtree(kept, ignore_errors=True)
-    _, loss, accuracy, *_ = course[-1]
-    sizes = {"parameters": sum(p.numel() for p in model.parameters()), "workers": world.size}
+    _, loss, accuracy, _ = course[-1]
     means = world.gather_objects([row[3] for row in course])
-    rows = [
-        [*row[:3], statistics.mean(each), row[4]] for row, each in zip(course, zip(*means, strict=True), strict=True)
-    ]
-    return {"loss": loss, "accuracy": accuracy, "bytes": rows[-1][3], "seconds": seconds, "course": rows, **sizes} | {
-        "data": data.source
-    }
+    rows = [[*row[:3], statistics.mean(each)] for row, each in zip(course, zip(*means, strict=True), strict=True)]
+    sizes = {"parameters": sum(p.numel() for p in body.parameters()), "workers": world.size, "data": data.source}
+    return {"loss": loss, "accuracy": accuracy, "bytes": rows[-1][3], "course": rows, **sizes}
+
+
+def make_optimizers(run: Run, body: Any) -> list[Any]:
+    """As in evidence_tasks.py, in fused kernels where there are such."""
+    import torch
+    from evidence_ranks import BatchedMuon
+
+    fused = next(body.parameters()).is_cuda
+    if run.variant.muon:
+        hidden = [p for p in getattr(body, "blocks", body).parameters() if p.dim() == 2]
+        rest = [p for p in body.parameters() if not any(p is x for x in hidden)]
+        muon = BatchedMuon(hidden, lr=run.share * MUON)
+        return [muon, torch.optim.AdamW(rest, lr=run.share * ADAM[run.task], fused=fused)]
+    if run.variant.adam:
+        return [torch.optim.AdamW(body.parameters(), lr=run.share * ADAM[run.task], fused=fused)]
+    rate = run.share * SGD[run.task]
+    return [torch.optim.SGD(body.parameters(), lr=rate, momentum=run.variant.momentum, fused=fused)]
+
+
+def make_schedule(optimizer: Any, steps: int) -> Any:
+    import torch
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_at, steps=steps))
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -327,46 +422,161 @@ def rate_at(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1, steps - rise))))
 
 
-def judge(replica: Any, data: Data, world: Any) -> list[float]:
-    """Held-out loss and accuracy of the agreed model."""
+def judge(replica: Any, task: Large, data: Data, world: Any) -> list[float]:
+    """Held-out loss and accuracy of the agreed model, by the first rank."""
     import torch
-    from torch.nn import functional as F
 
-    model = replica.consolidate()
-    training, losses, right, count = model.training, 0.0, 0.0, 0
-    with torch.no_grad():
-        model.eval()
-        for x, y in zip(data.held_out[0].split(64), data.held_out[1].split(64), strict=True):
-            x, y = x.to(world.device), y.to(world.device).long().flatten()
-            scores = model(x if x.is_floating_point() else x.long()).flatten(0, -2)
-            losses += F.cross_entropy(scores, y, reduction="sum").item()
-            right += (scores.argmax(1) == y).sum().item()
-            count += len(y)
-        model.train(training)
+    body = replica.consolidate().body
+    if world.rank > 0:
+        return [math.nan, math.nan]
+    losses, right, count = 0.0, 0.0, 0
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=world.device.type == "cuda"):
+        for batch in zip(*(part.split(256) for part in data.held_out), strict=True):
+            losses += task.loss(body, *batch, reduction="sum").item()
+            count += batch[0][:, 1:].numel() if len(batch) == 1 else len(batch[1])
+            if len(batch) == 2:
+                right += (body(batch[0][:, None].float() / 255).argmax(1) == batch[1]).sum().item()
     return [losses / count, right / count]
 
 
 def time_alone(task: str, workers: int, data: str, device: str) -> float:
     """Seconds of a step of one worker that has the device to itself, with its part of the batch."""
     import torch
-    from torch.nn import functional as F
+    from evidence_ranks import Rank, Ranks
 
-    where, taken = torch.device(device), []
-    loaded = TASKS[task].make(Path(data))
-    model = loaded.model.to(where)
-    [optimizer] = make_optimizers(Run(task, VARIANTS["adam"], 0, 1), model)
-    n = TASKS[task].batch // workers
-    x, y = (part[:n].to(where) for part in loaded.train)
-    x = augment(x.cpu(), 0).to(where) if task == "images" else x.long()
-    for _ in range(12):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x).flatten(0, -2), y.long().flatten())
-        loss.backward()
-        optimizer.step()
-        loss.item()  # the device has finished
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[2:])
+    import unisono as un
+
+    loaded = load(task, Path(data), device)
+    model = Rank(loaded.model, Ranks(1, TASKS[task].loss, torch.device(device)), 0)
+    optimizers = make_optimizers(Run(task, VARIANTS["adam"], 0, 1), loaded.model)
+    batch = [part[: TASKS[task].batch // workers] for part in loaded.train]
+    batch += [draw_moves(len(batch[0]), 0).to(device)] if task == "images" else []
+
+    def steps(world: Any) -> float:
+        taken = []
+        for _ in range(23):
+            start = time.perf_counter()
+            model(*batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[3:])
+
+    return un.run_threads(steps, 1)[0]
+
+
+# Several runs at the same time -------------------------------------------------------------------------------
+
+
+def work(pipe: Any, data: str, device: str, until: float) -> None:
+    """In a process: one run after the other, as they are asked for. After one that failed another process goes on."""
+    import torch
+
+    torch.set_num_threads(2)
+    sys.setswitchinterval(0.0005)
+    while (asked := pipe.recv()) is not None:
+        run, alone = asked
+        try:
+            if alone:
+                found: Any = {"step_s": time_alone(run.task, run.workers, data, device)}
+            else:
+                found = train(run, Path(data), device, until)
+        except BaseException:
+            pipe.send({"error": traceback.format_exc()})
+            return
+        pipe.send(found)
+
+
+class Workers:
+    """Processes that make runs; each has one at a time."""
+
+    def __init__(self, count: int, *given: Any) -> None:
+        self._given = given
+        self._context = multiprocessing.get_context("spawn")
+        self._free = [self._start() for _ in range(count)]
+        self._busy: dict[Any, tuple[Any, Run]] = {}
+
+    def _start(self) -> tuple[Any, Any]:
+        mine, theirs = self._context.Pipe()
+        process = self._context.Process(target=work, args=(theirs, *self._given), daemon=True)
+        process.start()
+        theirs.close()
+        return process, mine
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+    @property
+    def running(self) -> set[str]:
+        return {run.key for _, run in self._busy.values()}
+
+    def begin(self, run: Run, *, alone: bool = False) -> None:
+        process, pipe = self._free.pop(0)
+        pipe.send((run, alone))
+        self._busy[pipe] = process, run
+
+    def hear(self, timeout_s: float) -> Iterator[tuple[Run, Any]]:
+        """What has ended: a run, and what it found."""
+        for pipe in wait(list(self._busy), timeout_s):
+            process, run = self._busy.pop(pipe)
+            try:
+                found = pipe.recv()
+            except EOFError:
+                found = {"error": f"its process has ended with {process.exitcode}"}
+            if found is not None and "error" in found:
+                process.kill()
+                process, pipe = self._start()
+            self._free.append((process, pipe))
+            yield run, found
+
+    def close(self) -> None:
+        for process, _ in (*self._free, *((process, run) for process, run in self._busy.values())):
+            process.kill()
+
+
+def make_all(asked: argparse.Namespace, steps: int, session: str) -> list[Run]:
+    """All runs that the time allows; gives those that are left."""
+    task, until = asked.what, time.time() + 60 * asked.minutes
+    workers = Workers(asked.jobs, str(asked.data.absolute()), asked.device, until)
+    lines, failed = read([asked.out]), set()
+    made = {line["key"]: line for line in lines if line["kind"] == "run"}
+    todo = []
+
+    def note(run: Run, found: Any) -> None:
+        if found is None:
+            return
+        kind = "error" if "error" in found else "compute" if "step_s" in found else "run"
+        line = {"kind": kind, "key": run.key, "task": task, "workers": run.workers, "spec": run.variant.told(run.steps)}
+        line |= {"seed": run.seed, "steps": run.steps, "session": session} | found
+        append(asked.out, line)
+        if kind == "error":
+            failed.add(run.key)
+            print(f"failed: {run.key}\n{found['error']}", flush=True)
+        elif kind == "run":
+            made[run.key] = line
+            print(f"{time.time() - until:.0f} s: {run.key}: {found['loss']:.4f}, {found['seconds']:.1f} s", flush=True)
+
+    try:
+        if not any(line["kind"] == "compute" and line["key"].startswith(f"{task} |") for line in lines):
+            workers.begin(Run(task, VARIANTS["adam"], 0, steps, asked.workers), alone=True)
+            for each in workers.hear(120.0):
+                note(*each)
+        while True:
+            todo = left(task, asked.variants, asked.seeds, steps, asked.workers, made)
+            todo = [run for run in todo if run.key not in failed]
+            for run in [run for run in todo if run.key not in workers.running]:
+                if not workers.is_full and time.time() < until:
+                    workers.begin(run)
+            if not workers.running or time.time() > until + 20:
+                return todo
+            for each in workers.hear(1.0):
+                note(*each)
+    finally:
+        workers.close()
 
 
 # What came of it ---------------------------------------------------------------------------------------------
@@ -375,8 +585,8 @@ def time_alone(task: str, workers: int, data: str, device: str) -> float:
 def chosen(task: str, names: Sequence[str], steps: int, workers: int, lines: dict[str, Any]) -> dict[str, list[Any]]:
     """By variant: the lines of its runs over the seeds, at its best rates."""
     found: dict[str, list[Any]] = {}
-    for name, runs in search(task, names, steps, workers).items():
-        variant = best(runs, lines)
+    for name in names:
+        variant = best(search(task, name, steps, workers, lines)[0], lines)
         if variant is not None:
             keys = [Run(task, variant, seed, steps, workers).key for seed in range(20)]
             found[name] = [lines[key] | {"variant": variant} for key in keys if key in lines]
@@ -385,7 +595,7 @@ def chosen(task: str, names: Sequence[str], steps: int, workers: int, lines: dic
 
 def seconds_to(course: Sequence[Sequence[float]], target: float, compute_s: float, mbit: float) -> float | None:
     """Until the held-out loss is at most `target`, on a link of this speed: compute, then bytes."""
-    for step, loss, _, nbytes, _ in course:
+    for step, loss, _, nbytes, *_ in course:
         if loss <= target:
             return step * compute_s + nbytes * 8 / (mbit * 1e6)
     return None
@@ -441,8 +651,6 @@ def draw(found: dict[str, list[Any]], title: str, path: Path) -> None:
 def main() -> None:
     from evidence import begin_session
 
-    import unisono as un
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("prepare", "draw", *TASKS))
     parser.add_argument("--data", type=Path, default=Path("data"), help="the folder of wheels, text.bin and images.npz")
@@ -451,7 +659,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run (default: by the task)")
-    parser.add_argument("--minutes", type=float, default=8.0, help="then runs are cut, to go on from their checkpoints")
+    parser.add_argument("--minutes", type=float, default=8.0, help="then runs that are under way are cut")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--device", default="cpu", help="that all workers share: cpu, cuda")
     parser.add_argument("--out", type=Path, default=Path("large.jsonl"))
     asked = parser.parse_args()
@@ -463,23 +672,12 @@ def main() -> None:
     if asked.what == "draw":
         draw_all(lines, asked)
         return
-    task, steps, until = asked.what, asked.steps or TASKS[asked.what].steps, time.time() + 60 * asked.minutes
-    session = begin_session(asked.out, task)
-    if not any(
-        line["kind"] == "compute" and (line["task"], line["workers"]) == (task, asked.workers) for line in lines
-    ):
-        how = (task, asked.workers, str(asked.data.absolute()), asked.device)
-        [step_s] = un.launch(time_alone, workers=1, args=how, threads=1)
-        append(asked.out, {"kind": "compute", "task": task, "workers": asked.workers, "step_s": step_s})
-    while True:
-        made = {line["key"]: line for line in read([asked.out]) if line["kind"] == "run"}
-        todo = left(task, asked.variants, asked.seeds, steps, asked.workers, made)
-        if not todo or time.time() > until:
-            break
-        given = (todo, str(asked.data.absolute()), str(asked.out), session, asked.device, until)
-        un.launch(work, workers=asked.workers, args=given, threads=1, output="rank0", timeout_s=None)
+    task, steps = asked.what, asked.steps or TASKS[asked.what].steps
+    todo = make_all(asked, steps, begin_session(asked.out, task))
+    lines = read([asked.out])
+    made = {line["key"]: line for line in lines if line["kind"] == "run"}
     found = chosen(task, asked.variants, steps, asked.workers, made)
-    compute = [line["step_s"] for line in read([asked.out]) if line["kind"] == "compute" and line["task"] == task]
+    compute = [line["step_s"] for line in lines if line["kind"] == "compute" and line["task"] == task]
     told = tell(found, compute[-1])
     finish({f"{name}_{key}": value for name, each in told.items() for key, value in each.items()} | {"left": len(todo)})
 

@@ -71,7 +71,12 @@ class Large(NamedTuple):
     adam: float
     sgd: float
     make: Callable[[Path], Data]
-    loss: Callable[..., Any]  # of a model and a batch
+    score: Callable[..., tuple[Any, Any]]  # of a model and a batch: what the model says, and what is right
+
+    def loss(self, model: Any, *batch: Any) -> Any:
+        from torch.nn import functional as F
+
+        return F.cross_entropy(*self.score(model, *batch))
 
 
 FIRST = ("adam", "sparseloco", "diloco", "muloco")  # of which all is made before the others
@@ -201,17 +206,14 @@ def make_gpt(width: int, layers: int, letters: int = 256) -> Any:
     return GPT()
 
 
-def text_loss(model: Any, rows: Any, **how: Any) -> Any:
-    """Of the next byte, for each but the last of a sequence."""
-    from torch.nn import functional as F
-
-    return F.cross_entropy(model(rows[:, :-1].long()).flatten(0, -2).float(), rows[:, 1:].long().flatten(), **how)
+def score_text(model: Any, rows: Any) -> tuple[Any, Any]:
+    """The next byte, for each but the last of a sequence."""
+    return model(rows[:, :-1].long()).flatten(0, -2).float(), rows[:, 1:].long().flatten()
 
 
-def image_loss(model: Any, x: Any, y: Any, *moves: Any, **how: Any) -> Any:
-    from torch.nn import functional as F
-
-    return F.cross_entropy(model(augment(x, *moves) if moves else x[:, None].float() / 255).float(), y, **how)
+def score_images(model: Any, x: Any, y: Any, *moves: Any) -> tuple[Any, Any]:
+    """`moves`: in training."""
+    return model(augment(x, *moves) if moves else x[:, None].float() / 255).float(), y
 
 
 def images(folder: Path) -> Data:
@@ -266,10 +268,10 @@ def draw_moves(n: int, seed: int) -> Any:
 
 
 TASKS = {
-    "text3": Large("text", 300, 16, 1e-3, 0.2, partial(gpt, 192, 6, 64), text_loss),
-    "text25": Large("text", 2000, 64, 1e-3, 0.2, partial(gpt, 512, 8, 512), text_loss),
-    "text125": Large("text", 2000, 64, 6e-4, 0.2, partial(gpt, 896, 13, 512), text_loss),
-    "images": Large("digits", 2000, 256, 1e-3, 0.1, images, image_loss),
+    "text3": Large("text", 300, 16, 1e-3, 0.2, partial(gpt, 192, 6, 64), score_text),
+    "text25": Large("text", 2000, 64, 1e-3, 0.2, partial(gpt, 512, 8, 512), score_text),
+    "text125": Large("text", 2000, 64, 6e-4, 0.2, partial(gpt, 896, 13, 512), score_text),
+    "images": Large("digits", 2000, 256, 1e-3, 0.1, images, score_images),
 }
 for _name, _task in TASKS.items():
     ADAM[_name], SGD[_name] = _task.adam, _task.sgd
@@ -298,8 +300,8 @@ def best(runs: Sequence[Run], lines: dict[str, dict[str, Any]]) -> Variant | Non
 
 
 def left(task: str, names: Sequence[str], seeds: int, steps: int, workers: int, lines: dict[str, Any]) -> list[Run]:
-    """What can be made now and is not: searches and the runs of those whose search has ended, of FIRST all before the
-    others, of these a seed before the next."""
+    """What can be made now and is not: searches and the runs of those whose search has ended; of FIRST all before the
+    others, searches before runs, of the others a seed before the next."""
     todo: list[tuple[tuple[int, ...], Run]] = []
     for name in names:
         tried, missing = search(task, name, steps, workers, lines)
@@ -307,7 +309,7 @@ def left(task: str, names: Sequence[str], seeds: int, steps: int, workers: int, 
         todo += [((rank, 0), run) for run in missing]
         if not missing and (chosen := best(tried, lines)) is not None:
             runs = [Run(task, chosen, seed, steps, workers) for seed in range(seeds)]
-            todo += [((rank, rank * run.seed), run) for run in runs if run.key not in lines]
+            todo += [((rank, run.seed if rank else 1), run) for run in runs if run.key not in lines]
     return [run for _, run in sorted(todo, key=lambda one: one[0])]
 
 
@@ -425,6 +427,7 @@ def rate_at(step: int, steps: int) -> float:
 def judge(replica: Any, task: Large, data: Data, world: Any) -> list[float]:
     """Held-out loss and accuracy of the agreed model, by the first rank."""
     import torch
+    from torch.nn import functional as F
 
     body = replica.consolidate().body
     if world.rank > 0:
@@ -432,10 +435,9 @@ def judge(replica: Any, task: Large, data: Data, world: Any) -> list[float]:
     losses, right, count = 0.0, 0.0, 0
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=world.device.type == "cuda"):
         for batch in zip(*(part.split(256) for part in data.held_out), strict=True):
-            losses += task.loss(body, *batch, reduction="sum").item()
-            count += batch[0][:, 1:].numel() if len(batch) == 1 else len(batch[1])
-            if len(batch) == 2:
-                right += (body(batch[0][:, None].float() / 255).argmax(1) == batch[1]).sum().item()
+            scores, y = task.score(body, *batch)
+            losses += F.cross_entropy(scores, y, reduction="sum").item()
+            right, count = right + (scores.argmax(1) == y).sum().item(), count + len(y)
     return [losses / count, right / count]
 
 

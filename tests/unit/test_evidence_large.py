@@ -17,6 +17,8 @@ import unisono as un
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 large: Any = import_module("evidence_large")
 tasks: Any = import_module("evidence_tasks")
+made: Any = import_module("evidence_large_tasks")
+results: Any = import_module("evidence_large_results")
 ranks: Any = import_module("evidence_ranks")
 STEPS = 20
 
@@ -96,12 +98,12 @@ def test_each_variant_is_searched_first_and_then_run_at_its_best() -> None:
     lines: dict[str, dict[str, float]] = {}
 
     def make(count: int) -> list[Any]:
-        todo = large.left("text25", names, 2, 2000, 8, lines)
+        todo = made.left("text25", names, 2, 2000, 8, lines)
         assert len(todo) == count
         lines.update({run.key: {"loss": abs(run.share - 3) + abs(run.variant.outer - 0.4)} for run in todo})
         return todo
 
-    todo = make(3 * len(large.RATES))
+    todo = make(3 * len(made.RATES))
     assert {(run.seed, run.steps, run.workers) for run in todo} == {(tasks.TUNED, 500, 8)}
     assert "topk" in todo[-1].variant.spec, "what comes first is made before the others"
     todo = make(2 + 2 + 2)
@@ -115,7 +117,7 @@ def test_each_variant_is_searched_first_and_then_run_at_its_best() -> None:
         ("diloco(every=30, outer_lr=0.4)", seed) for seed in (0, 1)
     ]
     make(0)
-    assert {name: len(each) for name, each in large.chosen("text25", names, 2000, 8, lines).items()} == dict.fromkeys(
+    assert {name: len(each) for name, each in results.chosen("text25", names, 2000, 8, lines).items()} == dict.fromkeys(
         names, 2
     )
 
@@ -126,17 +128,17 @@ def test_every_variant_can_be_built_and_every_task_makes_its_model() -> None:
     for variant in large.VARIANTS.values():
         build(variant.told(2000), kind="strategy")
     assert set(large.TASKS) == set(tasks.LIKE)
-    resnet = large.make_resnet()
+    resnet = made.make_resnet()
     assert resnet(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     with torch.device("meta"):
         for width, layers, millions in [(192, 6, 2.8), (512, 8, 25.6), (896, 13, 126.0)]:
-            model = large.make_gpt(width, layers)
+            model = made.make_gpt(width, layers)
             assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def test_a_gpt_predicts_from_what_came_before() -> None:
     torch.manual_seed(0)
-    model, rows = large.make_gpt(64, 2), torch.randint(256, (3, 257), dtype=torch.uint8)
+    model, rows = made.make_gpt(64, 2), torch.randint(256, (3, 257), dtype=torch.uint8)
     loss = large.TASKS["text25"].loss(model, rows)
     assert loss.item() == pytest.approx(5.545, abs=0.1)  # of 256 bytes, each as probable
     other = rows.clone()
@@ -169,16 +171,16 @@ def test_text_is_made_of_wheels_in_one_order_each_text_once(tmp_path: Path) -> N
         with zipfile.ZipFile(tmp_path / name, "w") as wheel:
             for path, text in files.items():
                 wheel.writestr(path, text)
-    assert list(large.read_texts([tmp_path / "a", tmp_path / "b"])) == [b"first\n", b"second\n", b"third\n"]
+    assert list(made.read_texts([tmp_path / "a", tmp_path / "b"])) == [b"first\n", b"second\n", b"third\n"]
 
 
 def test_images_are_moved_and_mirrored_and_the_same_for_one_seed() -> None:
     x = torch.zeros(64, 28, 28, dtype=torch.uint8)
     x[:, 10, 5] = 255
-    moved = large.augment(x, large.draw_moves(64, 1))
+    moved = made.augment(x, made.draw_moves(64, 1))
     assert moved.shape == (64, 1, 28, 28)
-    assert torch.equal(moved, large.augment(x, large.draw_moves(64, 1)))
-    assert not torch.equal(moved, large.augment(x, large.draw_moves(64, 2)))
+    assert torch.equal(moved, made.augment(x, made.draw_moves(64, 1)))
+    assert not torch.equal(moved, made.augment(x, made.draw_moves(64, 2)))
     assert torch.equal(moved.sum((1, 2, 3)), torch.ones(64))
     _, rows, columns = moved[:, 0].nonzero(as_tuple=True)
     assert {*rows.tolist()} == {8, 9, 10, 11, 12}
@@ -187,16 +189,18 @@ def test_images_are_moved_and_mirrored_and_the_same_for_one_seed() -> None:
 
 def test_time_to_a_loss_is_compute_and_then_bytes() -> None:
     course = [[10, 2.0, 0.5, 1e6, 9.0], [20, 1.0, 0.6, 2e6, 18.0]]
-    assert large.seconds_to(course, 1.5, 0.1, 8.0) == 2.0 + 2.0
-    assert large.seconds_to(course, 0.5, 0.1, 8.0) is None
+    assert results.seconds_to(course, 1.5, 0.1, 8.0) == 2.0 + 2.0
+    assert results.seconds_to(course, 0.5, 0.1, 8.0) is None
 
 
 def test_the_picture_has_every_method(task: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     course = [[10, 2.0, 0.5, 1e6, 9.0], [20, 1.0, 0.6, 2e6, 18.0]]
-    large.draw({name: [{"course": course}] for name in ("adam", "topk")}, "made", tmp_path / "made.svg")
+    results.draw({name: [{"course": course}] for name in ("adam", "topk")}, "made", tmp_path / "made.svg")
     assert "<svg" in (tmp_path / "made.svg").read_text()
-    told = large.tell({"adam": [{"loss": 2.0, "bytes": 1.0, "course": course, "variant": large.VARIANTS["adam"]}]}, 0.1)
+    told = results.tell(
+        {"adam": [{"loss": 2.0, "bytes": 1.0, "course": course, "variant": large.VARIANTS["adam"]}]}, 0.1
+    )
     assert told["adam"]["effect"] == 0.0
     assert told["adam"]["faster_100"] == 1.0
 
@@ -205,4 +209,4 @@ def test_fashions_files_are_read(tmp_path: Path) -> None:
     import gzip
 
     (tmp_path / "x.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6])))
-    assert large.read_idx(tmp_path / "x.gz").tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert made.read_idx(tmp_path / "x.gz").tolist() == [[1, 2, 3], [4, 5, 6]]

@@ -106,10 +106,11 @@ def test_each_variant_is_searched_first_and_then_run_at_its_best() -> None:
     todo = make(3 * len(made.RATES))
     assert {(run.seed, run.steps, run.workers) for run in todo} == {(tasks.TUNED, 500, 8)}
     assert "topk" in todo[-1].variant.spec, "what comes first is made before the others"
-    todo = make(2 + 2 + 2)
+    todo = make(2 + 2 + 6 + 2)
     assert [(run.variant.told(2000), run.share, run.seed, run.steps) for run in todo] == [
         *((f"diloco(every=30, outer_lr={outer})", 3.0, tasks.TUNED, 500) for outer in (0.4, 1.0)),
         *(("allreduce", 3.0, seed, 2000) for seed in (0, 1)),
+        *(("allreduce", 3.0, seed, steps) for seed in (0, 1) for steps in (500, 1000, 1500)),
         *(("warmup(topk(k=0.01), steps=200)", 3.0, seed, 2000) for seed in (0, 1)),
     ]
     todo = make(2)
@@ -198,9 +199,8 @@ def test_the_picture_has_every_method(task: str, tmp_path: Path) -> None:
     course = [[10, 2.0, 0.5, 1e6, 9.0], [20, 1.0, 0.6, 2e6, 18.0]]
     results.draw({name: [{"course": course}] for name in ("adam", "topk")}, "made", tmp_path / "made.svg")
     assert "<svg" in (tmp_path / "made.svg").read_text()
-    told = results.tell(
-        {"adam": [{"loss": 2.0, "bytes": 1.0, "course": course, "variant": large.VARIANTS["adam"]}]}, 0.1
-    )
+    adam = {"loss": 2.0, "bytes": 1.0, "course": course, "variant": large.VARIANTS["adam"]}
+    told = results.tell({"adam": [adam]}, 0.1)
     assert told["adam"]["effect"] == 0.0
     assert told["adam"]["faster_100"] == 1.0
 

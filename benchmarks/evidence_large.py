@@ -34,6 +34,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, islice, repeat
 from multiprocessing.connection import wait
@@ -68,7 +69,7 @@ def load(task: str, folder: Path, device: str) -> Data:
     return data._replace(model=data.model.to(device))
 
 
-def train(run: Run, folder: Path, device: str, until: float) -> dict[str, Any] | None:
+def train(run: Run, folder: Path, device: str, until: float, turns: Any = None) -> dict[str, Any] | None:
     """One run to its end; None: the time was over before."""
     import torch
     from evidence_ranks import Ranks
@@ -77,12 +78,15 @@ def train(run: Run, folder: Path, device: str, until: float) -> dict[str, Any] |
 
     torch.manual_seed(run.seed)
     data = load(run.task, folder, device)
-    ranks = Ranks(run.workers, TASKS[run.task].loss, torch.device(device))
     bodies = [data.model, *(copy.deepcopy(data.model) for _ in range(run.workers - 1))]
+    ranks = Ranks(bodies, TASKS[run.task].loss, torch.device(device))
 
     def work(world: Any) -> dict[str, Any] | None:
         try:
-            return learn(run, world, data, ranks, bodies[world.rank], until)
+            with turns or nullcontext():
+                found, replica = learn(run, world, data, ranks, bodies[world.rank], until)
+            replica.close()  # threads end: none may wait for its turn
+            return found
         except BaseException:
             ranks.give_up()
             raise
@@ -92,7 +96,7 @@ def train(run: Run, folder: Path, device: str, until: float) -> dict[str, Any] |
     return None if found is None else found | {"seconds": time.perf_counter() - start}
 
 
-def learn(run: Run, world: Any, data: Data, ranks: Any, body: Any, until: float) -> dict[str, Any] | None:
+def learn(run: Run, world: Any, data: Data, ranks: Any, body: Any, until: float) -> tuple[dict[str, Any] | None, Any]:
     """A rank's part of it."""
     from evidence_ranks import Rank
 
@@ -122,13 +126,12 @@ def learn(run: Run, world: Any, data: Data, ranks: Any, body: Any, until: float)
         if run.seed != TUNED or at == run.steps:
             course.append([at, *judge(replica, task, data, world), nbytes])
         if world.broadcast_object(time.time() > until) and at < run.steps:
-            return None
-    replica.close()
+            return None, replica
     _, loss, accuracy, _ = course[-1]
     means = world.gather_objects([row[3] for row in course])
     rows = [[*row[:3], statistics.mean(each)] for row, each in zip(course, zip(*means, strict=True), strict=True)]
     sizes = {"parameters": sum(p.numel() for p in body.parameters()), "workers": world.size, "data": data.source}
-    return {"loss": loss, "accuracy": accuracy, "bytes": rows[-1][3], "course": rows, **sizes}
+    return {"loss": loss, "accuracy": accuracy, "bytes": rows[-1][3], "course": rows, **sizes}, replica
 
 
 def make_optimizers(run: Run, body: Any) -> list[Any]:
@@ -138,7 +141,7 @@ def make_optimizers(run: Run, body: Any) -> list[Any]:
 
     fused = next(body.parameters()).is_cuda
     if run.variant.muon:
-        hidden = [p for p in getattr(body, "blocks", body).parameters() if p.dim() == 2]
+        hidden = getattr(body, "hidden", None) or [p for p in body.parameters() if p.dim() == 2]
         rest = [p for p in body.parameters() if not any(p is x for x in hidden)]
         muon = BatchedMuon(hidden, lr=run.share * MUON)
         return [muon, torch.optim.AdamW(rest, lr=run.share * ADAM[run.task], fused=fused)]
@@ -172,7 +175,7 @@ def judge(replica: Any, task: Large, data: Data, world: Any) -> list[float]:
         return [math.nan, math.nan]
     losses, right, count = 0.0, 0.0, 0
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=world.device.type == "cuda"):
-        for batch in zip(*(part.split(256) for part in data.held_out), strict=True):
+        for batch in zip(*(part.split(128) for part in data.held_out), strict=True):
             scores, y = task.score(body, *batch)
             losses += F.cross_entropy(scores, y, reduction="sum").item()
             right, count = right + (scores.argmax(1) == y).sum().item(), count + len(y)
@@ -187,7 +190,7 @@ def time_alone(task: str, workers: int, data: str, device: str) -> float:
     import unisono as un
 
     loaded = load(task, Path(data), device)
-    model = Rank(loaded.model, Ranks(1, TASKS[task].loss, torch.device(device)), 0)
+    model = Rank(loaded.model, Ranks([loaded.model], TASKS[task].loss, torch.device(device)), 0)
     optimizers = make_optimizers(Run(task, VARIANTS["adam"], 0, 1), loaded.model)
     batch = [part[: TASKS[task].batch // workers] for part in loaded.train]
     batch += [draw_moves(len(batch[0]), 0).to(device)] if task == "images" else []
@@ -214,16 +217,17 @@ def time_alone(task: str, workers: int, data: str, device: str) -> float:
 def work(pipe: Any, data: str, device: str, until: float) -> None:
     """In a process: one run after the other, as they are asked for. After one that failed another process goes on."""
     import torch
+    from evidence_ranks import Turns
 
     torch.set_num_threads(2)
-    sys.setswitchinterval(0.0005)
+    turns = Turns()
     while (asked := pipe.recv()) is not None:
         run, alone = asked
         try:
             if alone:
                 found: Any = {"step_s": time_alone(run.task, run.workers, data, device)}
             else:
-                found = train(run, Path(data), device, until)
+                found = train(run, Path(data), device, until, turns)
         except BaseException:
             pipe.send({"error": traceback.format_exc()})
             return
@@ -285,6 +289,10 @@ def make_all(asked: argparse.Namespace, steps: int, session: str) -> list[Run]:
     lines, failed = read([asked.out]), set()
     made = {line["key"]: line for line in lines if line["kind"] == "run"}
     todo = []
+    step_s = 0.0  # of the slowest of late
+
+    def fits(run: Run) -> bool:
+        return time.time() + run.steps * step_s < until
 
     def note(run: Run, found: Any) -> None:
         if found is None:
@@ -298,6 +306,8 @@ def make_all(asked: argparse.Namespace, steps: int, session: str) -> list[Run]:
             print(f"failed: {run.key}\n{found['error']}", flush=True)
         elif kind == "run":
             made[run.key] = line
+            nonlocal step_s
+            step_s = max(0.8 * step_s, found["seconds"] / run.steps)
             print(f"{time.time() - until:.0f} s: {run.key}: {found['loss']:.4f}, {found['seconds']:.1f} s", flush=True)
 
     try:
@@ -309,7 +319,7 @@ def make_all(asked: argparse.Namespace, steps: int, session: str) -> list[Run]:
             todo = left(task, asked.variants, asked.seeds, steps, asked.workers, made)
             todo = [run for run in todo if run.key not in failed]
             for run in [run for run in todo if run.key not in workers.running]:
-                if not workers.is_full and time.time() < until:
+                if not workers.is_full and fits(run):
                     workers.begin(run)
             if not workers.running or time.time() > until + 20:
                 return todo

@@ -133,40 +133,69 @@ def gpt(width: int, layers: int, judged: int, folder: Path) -> Data:
 
 
 def make_gpt(width: int, layers: int, letters: int = 256) -> Any:
-    """A decoder that predicts the next byte: blocks as in GPT-2, heads of 64, without biases."""
+    """A decoder that predicts the next byte: blocks as in GPT-2, heads of 64, without biases and gains."""
     import torch
     from torch import nn
     from torch.nn import functional as F
 
-    def linear(before: int, after: int, scale: float = 1.0) -> Any:
-        made = nn.Linear(before, after, bias=False)
-        nn.init.normal_(made.weight, std=0.02 * scale)
-        return made
+    class Linear(torch.autograd.Function):
+        """For each rank x W^T; the gradient of W lies as W does."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = (nn.LayerNorm(width, bias=False) for _ in range(2))
-            self.qkv, self.out = linear(width, 3 * width), linear(width, width, (2 * layers) ** -0.5)
-            self.up, self.down = linear(width, 4 * width), linear(4 * width, width, (2 * layers) ** -0.5)
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            weight = weight.to(x.dtype)
+            ctx.save_for_backward(x, weight)
+            return torch.bmm(x, weight.transpose(1, 2))
 
-        def forward(self, x: Any) -> Any:
-            heads = self.qkv(self.first(x)).unflatten(-1, (3, width // 64, 64))
-            q, k, v = heads.permute(2, 0, 3, 1, 4)
-            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-            return x + self.down(F.gelu(self.up(self.second(x))))
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            x, weight = ctx.saved_tensors
+            return torch.bmm(gradients[0], weight), torch.bmm(gradients[0].transpose(1, 2), x).float()
 
     class GPT(nn.Module):
+        """Its parameters in one module: walking through many takes time in each step."""
+
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(letters, width)
-            nn.init.normal_(self.embed.weight, std=0.02)
+            self.embed = nn.Parameter(0.02 * torch.randn(letters, width))
             self.position = nn.Parameter(0.02 * torch.randn(LENGTH, width))
-            self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
-            self.norm, self.head = nn.LayerNorm(width, bias=False), linear(width, letters)
+            for i in range(layers):
+                for name, rows, columns, scale in (
+                    ("qkv", 3 * width, width, 1.0),
+                    ("out", width, width, (2 * layers) ** -0.5),
+                    ("up", 4 * width, width, 1.0),
+                    ("down", width, 4 * width, (2 * layers) ** -0.5),
+                ):
+                    weight = nn.Parameter(0.02 * scale * torch.randn(rows, columns))
+                    self.register_parameter(f"{name}_{i}", weight)
+            self.head = nn.Parameter(0.02 * torch.randn(letters, width))
+
+        @property
+        def hidden(self) -> list[Any]:
+            return [p for name, p in self.named_parameters() if "_" in name]
 
         def forward(self, x: Any) -> Any:
-            return self.head(self.norm(self.blocks(self.embed(x) + self.position)))
+            return self.run_all([p[None] for p in self.parameters()], x[None])[0]
+
+        def run_all(self, weights: Any, x: Any) -> Any:
+            """For several models, of which `weights` are the parameters stacked; x: (models, sequences, length)."""
+            embed, position, *hidden, head = weights
+            models, sequences, length = x.shape
+            dtype = torch.bfloat16 if x.is_cuda else torch.float32
+            letter = (x.flatten(1)[..., None] == torch.arange(letters, device=x.device)).to(dtype)
+            h = torch.bmm(letter, embed.to(dtype)) + position[:, :length].to(dtype).repeat(1, sequences, 1)
+            for qkv, out, up, down in zip(*[iter(hidden)] * 4, strict=True):
+                heads = Linear.apply(F.layer_norm(h, (width,)), qkv).view(-1, length, 3, width // 64, 64)
+                q, k, v = heads.permute(2, 0, 3, 1, 4)
+                seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+                h = h + Linear.apply(seen.reshape(models, -1, width), out)
+                h = h + Linear.apply(F.gelu(Linear.apply(F.layer_norm(h, (width,)), up)), down)
+            return Linear.apply(F.layer_norm(h, (width,)), head).view(models, sequences, length, letters)
+
+        def losses_of_all(self, weights: Any, rows: Any) -> Any:
+            scores = self.run_all(weights, rows[..., :-1].long()).float()
+            losses = F.cross_entropy(scores.flatten(0, -2), rows[..., 1:].long().flatten(), reduction="none")
+            return losses.view(len(rows), -1).mean(1)
 
     return GPT()
 
@@ -234,8 +263,8 @@ def draw_moves(n: int, seed: int) -> Any:
 
 TASKS = {
     "text3": Large("text", 300, 16, 1e-3, 0.2, partial(gpt, 192, 6, 64), score_text),
-    "text25": Large("text", 2000, 64, 1e-3, 0.2, partial(gpt, 512, 8, 512), score_text),
-    "text125": Large("text", 2000, 64, 6e-4, 0.2, partial(gpt, 896, 13, 512), score_text),
+    "text25": Large("text", 2000, 32, 1e-3, 0.2, partial(gpt, 512, 8, 512), score_text),
+    "text125": Large("text", 2000, 32, 6e-4, 0.2, partial(gpt, 896, 13, 512), score_text),
     "images": Large("digits", 2000, 256, 1e-3, 0.1, images, score_images),
 }
 for _name, _task in TASKS.items():
@@ -273,13 +302,13 @@ def left(task: str, names: Sequence[str], seeds: int, steps: int, workers: int, 
     """What can be made now and is not: searches and the runs of those whose search has ended; of FIRST all before the
     others, searches before runs, of the others a seed before the next."""
     todo: list[tuple[tuple[int, ...], Run]] = []
-    for name in names:
+    for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
         tried, missing = search(task, name, steps, workers, lines)
         rank = 0 if name in FIRST else 1
         todo += [((rank, 0), run) for run in missing]
         if not missing and (chosen := best(tried, lines)) is not None:
             runs = [Run(task, chosen, seed, steps, workers) for seed in range(seeds)]
-            todo += [((rank, run.seed if rank else 1), run) for run in runs if run.key not in lines]
+            todo += [((rank, run.seed + (1 - rank)), run) for run in runs if run.key not in lines]
             runs = curve(task, chosen, steps, workers) if name == "adam" and task in CURVED else []
-            todo += [((0, 2), run) for run in runs if run.key not in lines]
+            todo += [((0, seeds + 1), run) for run in runs if run.key not in lines]
     return [run for _, run in sorted(todo, key=lambda one: one[0])]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 import zipfile
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 import unisono as un
+import unisono.background
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 large: Any = import_module("evidence_large")
@@ -147,6 +150,49 @@ def test_a_gpt_predicts_from_what_came_before() -> None:
     a, b = (model(x[:, :-1].long()) for x in (rows, other))
     torch.testing.assert_close(a[:, :200], b[:, :200])
     assert (a[:, 200:] - b[:, 200:]).abs().max() > 0.01
+
+
+def test_ranks_together_compute_what_each_does_alone() -> None:
+    torch.manual_seed(0)
+    bodies = [made.make_gpt(64, 2) for _ in range(3)]
+    rows = torch.randint(256, (3, 2, 257), dtype=torch.uint8)
+    loss = large.TASKS["text25"].loss
+    wanted = []
+    for body, mine in zip(bodies, rows, strict=True):
+        each = loss(body, mine)
+        wanted.append((each.detach(), torch.autograd.grad(each, list(body.parameters()))))
+    together = ranks.Ranks(bodies, loss, torch.device("cpu"))
+    together.stack()
+    losses, gradients = together.differentiate([rows])
+    for place, (one, theirs) in enumerate(wanted):
+        torch.testing.assert_close(losses[place], one)
+        for mine, other in zip(gradients[place], theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-7)
+            assert mine.is_contiguous()
+    bodies[1].head.data = bodies[1].head.data.clone()
+    with pytest.raises(RuntimeError, match="elsewhere"):
+        together.differentiate([rows])
+
+
+def test_threads_take_turns_and_give_them_away_while_they_wait(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("threading.Condition.wait", threading.Condition.wait)  # to be put back
+    monkeypatch.setattr("unisono.background._Job.__call__", un.background._Job.__call__)
+    turns, running, most = ranks.Turns(), [], []
+
+    def score(model: Any, x: Any, y: Any) -> Any:
+        running.append(1)
+        time.sleep(0.001)
+        most.append(len(running))
+        running.pop()
+        return model(x), y
+
+    monkeypatch.setitem(large.TASKS, task, large.TASKS[task]._replace(score=score))
+    run = large.Run(task, large.VARIANTS["adam"], 1, STEPS, 4)
+    found = large.train(run, tmp_path, "cpu", float("inf"), turns)
+    assert found["loss"] == run_whole(run, tmp_path)["loss"]
+    assert most[: 4 * STEPS] == [1] * 4 * STEPS
 
 
 def test_muon_on_stacks_is_torchs() -> None:

@@ -44,7 +44,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from evidence_large_results import chosen, draw, tell
-from evidence_large_tasks import FASHION, TASKS, VARIANTS, Large, draw_moves, left, prepare
+from evidence_large_tasks import BETAS, FASHION, TASKS, VARIANTS, Large, draw_moves, left, prepare
 from evidence_rules import read
 from evidence_tasks import ADAM, MUON, SGD, TUNED, Data, Run, append, sent
 from measure import finish
@@ -144,9 +144,9 @@ def make_optimizers(run: Run, body: Any) -> list[Any]:
         hidden = getattr(body, "hidden", None) or [p for p in body.parameters() if p.dim() == 2]
         rest = [p for p in body.parameters() if not any(p is x for x in hidden)]
         muon = BatchedMuon(hidden, lr=run.share * MUON)
-        return [muon, torch.optim.AdamW(rest, lr=run.share * ADAM[run.task], fused=fused)]
+        return [muon, torch.optim.AdamW(rest, lr=run.share * ADAM[run.task], betas=BETAS, fused=fused)]
     if run.variant.adam:
-        return [torch.optim.AdamW(body.parameters(), lr=run.share * ADAM[run.task], fused=fused)]
+        return [torch.optim.AdamW(body.parameters(), lr=run.share * ADAM[run.task], betas=BETAS, fused=fused)]
     rate = run.share * SGD[run.task]
     return [torch.optim.SGD(body.parameters(), lr=rate, momentum=run.variant.momentum, fused=fused)]
 

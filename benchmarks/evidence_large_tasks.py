@@ -23,8 +23,9 @@ KINDS = (".py", ".rst", ".txt", ".md", ".html", ".yml")
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the samples, of which exact training's curve has points
 CURVED = ("text25",)  # tasks of which there is such a curve
-RATES, OUTERS = (0.3, 1.0, 3.0), (0.4, 0.7, 1.0)
+RATES, LOWER, OUTERS = (0.3, 1.0, 3.0), 0.1, (0.4, 0.7, 1.0)
 LENGTH = 256
+BETAS = (0.9, 0.95)  # of AdamW
 
 
 class Large(NamedTuple):
@@ -133,7 +134,7 @@ def gpt(width: int, layers: int, judged: int, folder: Path) -> Data:
 
 
 def make_gpt(width: int, layers: int, letters: int = 256) -> Any:
-    """A decoder that predicts the next byte: blocks as in GPT-2, heads of 64, without biases and gains."""
+    """A decoder that predicts the next byte: blocks as in GPT-2, heads of 64, queries and keys normalised, no biases."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -186,7 +187,8 @@ def make_gpt(width: int, layers: int, letters: int = 256) -> Any:
             h = torch.bmm(letter, embed.to(dtype)) + position[:, :length].to(dtype).repeat(1, sequences, 1)
             for qkv, out, up, down in zip(*[iter(hidden)] * 4, strict=True):
                 heads = Linear.apply(F.layer_norm(h, (width,)), qkv).view(-1, length, 3, width // 64, 64)
-                q, k, v = heads.permute(2, 0, 3, 1, 4)
+                qk = F.layer_norm(heads[:, :, :2], (64,))
+                q, k, v = (x.transpose(1, 2) for x in (*qk.unbind(2), heads[:, :, 2]))
                 seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
                 h = h + Linear.apply(seen.reshape(models, -1, width), out)
                 h = h + Linear.apply(F.gelu(Linear.apply(F.layer_norm(h, (width,)), up)), down)
@@ -276,9 +278,11 @@ for _name, _task in TASKS.items():
 
 def search(task: str, name: str, steps: int, workers: int, lines: dict[str, Any]) -> tuple[list[Run], list[Run]]:
     """The runs of a variant's search that are known so far, a quarter of the steps each: all, and those still to be
-    made. Outer rates are tried at the best of the learning rates."""
+    made. Where the lowest learning rate is the best, one below it is tried too; outer rates are tried at the best."""
     variant, count = VARIANTS[name], max(1, steps // 4)
     runs = [Run(task, variant.at(rate), TUNED, count, workers) for rate in RATES]
+    if (found := best(runs, lines)) is not None and found.lr == variant.at(min(RATES)).lr:
+        runs.append(Run(task, variant.at(LOWER), TUNED, count, workers))
     if variant.outer and (found := best(runs, lines)) is not None:
         others = [found._replace(outer=outer) for outer in OUTERS if outer != variant.outer]
         runs += [Run(task, other, TUNED, count, workers) for other in others]

@@ -16,6 +16,9 @@ the one counts whose interval ends lowest: where the method is worst, as far as 
 counts as 1: better than the reference at the reference's learning rate says more of that rate. A run that diverged
 makes it 0 (from 0 to 0). With fewer than two seeds, or no curve, nothing is said.
 
+Where a spec was run at the larger size too (evidence_large.py: the GPT of 25 M parameters, each method at its own best
+learning rate, beside exact AdamW at its own), that one counts alone.
+
 Keys of the JSON line: specs that are in the planner's file.
 """
 
@@ -36,6 +39,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from evidence import RESULTS, Bundle, begin_session, run_bundle
 from evidence_claims import BOTH, VARIANTS
+from evidence_large_results import RESULTS as LARGE
+from evidence_large_results import sizes
+from evidence_large_tasks import CURVED, curve
+from evidence_large_tasks import SHARES as LARGE_SHARES
 from evidence_rules import DIVERGED, Results, read
 from evidence_tasks import ALONE, STEPS, Run, Variant
 from measure import finish
@@ -59,12 +66,12 @@ T80 = {
 }  # Student's t: four of five, by degrees of freedom; beyond: normal
 
 
-Curve = Sequence[float]  # losses of the reference over its loss at the end, by SHARES
+Curve = Sequence[float]  # losses of the reference over its loss at the end, by shares of the samples
 
 
-def share_at(curve: Curve, loss: float) -> float:
+def share_at(curve: Curve, loss: float, shares: Sequence[float] = SHARES) -> float:
     """The share after which the reference has this loss: of several the largest; 0 if all losses are below."""
-    points = list(zip(SHARES, falling(curve), strict=True))
+    points = list(zip(shares, falling(curve), strict=True))
     if loss <= points[-1][1]:
         return 1.0
     for (a, above), (b, below) in pairwise(points):
@@ -115,7 +122,10 @@ def falling(values: Sequence[float]) -> list[float]:
 
 
 def compare(
-    losses: Mapping[int, float | None], others: Mapping[int, float | None], curves: Sequence[Curve]
+    losses: Mapping[int, float | None],
+    others: Mapping[int, float | None],
+    curves: Sequence[Curve],
+    shares: Sequence[float] = SHARES,
 ) -> Found | None:
     """By the seeds that a method and its reference have in common."""
     seeds = [seed for seed in sorted(set(losses) & set(others)) if not diverged(others[seed])]
@@ -125,11 +135,12 @@ def compare(
         return Found(0.0, 0.0, 0.0, "", len(seeds))
     ratios = [losses[seed] / others[seed] for seed in seeds]  # type: ignore[operator]
     ratio, curve = statistics.mean(ratios), [statistics.mean(points) for points in zip(*curves, strict=True)]
-    share = share_at(curve, ratio)
-    by_seed, by_curve = [share_at(curve, each) for each in ratios], [share_at(each, ratio) for each in curves]
+    share = share_at(curve, ratio, shares)
+    by_seed = [share_at(curve, each, shares) for each in ratios]
+    by_curve = [share_at(each, ratio, shares) for each in curves]
     error = math.hypot(*(statistics.stdev(each) / math.sqrt(len(each)) for each in (by_seed, by_curve)))
     half = T80.get(min(len(ratios), len(curves)) - 1, 1.282) * error
-    least = SHARES[0] if share == 0.0 else 0.0  # below the curve's first point: somewhere
+    least = shares[0] if share == 0.0 else 0.0  # below the curve's first point: somewhere
     return Found(share, max(share - half, 0.0), min(max(share + half, least), 1.0), "", len(seeds))
 
 
@@ -148,33 +159,58 @@ def judge(name: str, results: Results, curves: Mapping[tuple[str, str], Sequence
             yield found._replace(task=task)
 
 
-def is_judged(name: str) -> bool:
+def judge_large(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[Variant, Found]]:
+    """The same at the larger size, where a method is compared with exact AdamW."""
+    made = {line["key"]: line for line in lines if line["kind"] == "run"}
+    for task, workers, steps, found in sizes(lines):
+        if task not in CURVED or "adam" not in found:
+            continue
+        exact = {line["seed"]: line["loss"] for line in found["adam"].lines}
+        points = [run for run in curve(task, found["adam"].lines[0]["variant"], steps, workers) if run.key in made]
+        by_seed = {seed: [made[run.key]["loss"] for run in points if run.seed == seed] for seed in exact}
+        curves = [
+            [*(loss / exact[seed] for loss in losses), 1.0]
+            for seed, losses in by_seed.items()
+            if len(losses) == len(LARGE_SHARES) - 1
+        ]
+        for ours in found.values():
+            losses = {line["seed"]: line["loss"] for line in ours.lines}
+            if (one := compare(losses, exact, curves, LARGE_SHARES)) is not None:
+                yield ours.lines[0]["variant"], one._replace(task=task)
+
+
+def is_judged(variant: Variant) -> bool:
     """Whether a variant is a method beside exact training: not the references, nor those at another's learning rate."""
-    variant = EVERY[name]
     return variant.spec not in (ALONE, "allreduce") and not variant.muon
 
 
-def write_specs(name: str) -> tuple[str, list[str]]:
+def write_specs(variant: Variant) -> tuple[str, list[str]]:
     """The canonical spec of a variant, and the arguments that it is without: those that are a share of the run."""
     from unisono.methods.spec import build, describe, parse
     from unisono.predict.planner.learning import strip
 
-    template = EVERY[name].spec
-    free = re.findall(r"(\w+)=\{", template)
-    whole = parse(describe(build(EVERY[name].told(STEPS["text"]), kind="strategy")))
+    free = re.findall(r"(\w+)=\{", variant.spec)
+    whole = parse(describe(build(variant.told(STEPS["text"]), kind="strategy")))
     return str(strip(whole, free)), free
 
 
-def make_file(evidence: Iterable[dict[str, Any]], curves: Iterable[dict[str, Any]]) -> str:
+def make_file(
+    evidence: Iterable[dict[str, Any]], curves: Iterable[dict[str, Any]], large: Sequence[dict[str, Any]] = ()
+) -> str:
     """The planner's file."""
     more = Results(curves, EVERY)
     measured = {(t, r): make_curves(more, t, r) for t in BOTH for r in REFERENCES.values()}
     lines = [*evidence, *curves]
     results = Results(lines, EVERY)
     found: dict[tuple[str, tuple[str, ...]], list[Found]] = {}
-    for name in filter(is_judged, EVERY):
-        spec, free = write_specs(name)
-        found.setdefault((spec, tuple(free)), []).extend(judge(name, results, measured))
+    for name, variant in EVERY.items():
+        if is_judged(variant):
+            spec, free = write_specs(variant)
+            found.setdefault((spec, tuple(free)), []).extend(judge(name, results, measured))
+    for variant, one in judge_large(large):
+        if is_judged(variant):
+            spec, free = write_specs(variant)
+            found[spec, tuple(free)] = [one]
     rows = []
     for (spec, free), each in sorted(found.items()):
         if each:
@@ -209,7 +245,7 @@ def main() -> None:
         return
     from unisono.predict.planner.learning import FILE
 
-    text = make_file(read([RESULTS]), read([CURVES]))
+    text = make_file(read([RESULTS]), read([CURVES]), read([LARGE]) if LARGE.exists() else [])
     FILE.write_text(text, encoding="utf-8")
     finish({"methods": len(json.loads(text)["methods"])})
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from evidence_claims import ONLY, ROWS, TWO_HOSTS, VARIANTS, Row, links_of, of_row, variants_of
+from evidence_large_results import RESULTS as LARGE
+from evidence_large_results import section as large_section
 from evidence_links import SPEEDS
 from evidence_rules import HOLDS, NOT, PART, UNKNOWN, Results, read, speed, told, verdict
 from evidence_tasks import BATCH, STEPS, WORKERS
@@ -24,9 +27,12 @@ first, then every check that failed, the setup, and each method in detail. You c
 `python benchmarks/evidence.py METHOD`, which needs no download. Rules in code (`benchmarks/evidence_rules.py`) decide
 whether a claim holds, and claims that do not hold are shown like the others. The tasks are small, the runs are short,
 and {workers} workers take part: a claim that does not hold here may hold at the size of its paper, and vice versa.
-`benchmarks/evidence_large.py` trains a GPT of 25 M parameters and a ResNet under all methods; it needs a GPU, and there
-are no results of it yet.
+{larger}
 """
+LARGER = """[At a larger size](#at-a-larger-size) most methods were run once more: on a GPT of 25.6 million parameters,
+each at its own best learning rate."""
+NOT_LARGER = """`benchmarks/evidence_large.py` trains a GPT of 25.6 million parameters and a ResNet under most methods;
+it needs a GPU, and there are no results of it yet."""
 HOW = """## How it is measured
 
 - **digits**: a CNN of 0.12 M parameters on {digits}, {digits_steps} steps of {digits_batch}; accuracy on 300
@@ -62,7 +68,8 @@ def write_page(results: Path, files: list[Path]) -> None:
         kinds = {line["kind"] for line in lines if line["kind"] in KINDS}
         kept = [line for line in read([results] if results.exists() else []) if line["kind"] in set(KINDS) - kinds]
         merge(results, lines, kept)
-    PAGE.write_text(page(Results(read([results]), VARIANTS)), encoding="utf-8")
+    large = read([LARGE]) if LARGE.exists() else []
+    PAGE.write_text(page(Results(read([results]), VARIANTS), large), encoding="utf-8")
 
 
 def merge(results: Path, lines: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
@@ -73,13 +80,14 @@ def merge(results: Path, lines: list[dict[str, Any]], kept: list[dict[str, Any]]
     results.write_text("".join(json.dumps(line) + "\n" for line in both), encoding="utf-8")
 
 
-def page(results: Results) -> str:
+def page(results: Results, large: Sequence[dict[str, Any]] = ()) -> str:
     digits = sorted({run["data"] for run in results.runs.values() if run["task"] == "digits"})
     small = why_small(results)
     parts = [
-        HEAD.format(workers=WORKERS),
+        HEAD.format(workers=WORKERS, larger=LARGER if large else NOT_LARGER),
         *([f"> **This page is from a small run**: {small}. Treat its verdicts as preliminary.\n"] if small else []),
         summary(results),
+        *([large_section(large)] if large else []),
         HOW.format(
             workers=WORKERS,
             seeds=count(max((len(results.of(name, "text")) for name in VARIANTS), default=0), "seed"),

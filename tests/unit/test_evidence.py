@@ -262,7 +262,8 @@ def test_without_scikit_learn_digits_are_made(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_page_is_what_the_results_say() -> None:
-    made = evidence_page.page(Results(rules.read([evidence.RESULTS]), VARIANTS))
+    large = rules.read([evidence_page.LARGE]) if evidence_page.LARGE.exists() else []
+    made = evidence_page.page(Results(rules.read([evidence.RESULTS]), VARIANTS), large)
     assert evidence_page.PAGE.read_text(encoding="utf-8") == made, "make it anew: python benchmarks/evidence.py --page"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 import zipfile
 from importlib import import_module
 from pathlib import Path
@@ -13,10 +15,14 @@ import torch
 from torch import nn
 
 import unisono as un
+import unisono.background
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 large: Any = import_module("evidence_large")
 tasks: Any = import_module("evidence_tasks")
+made: Any = import_module("evidence_large_tasks")
+results: Any = import_module("evidence_large_results")
+ranks: Any = import_module("evidence_ranks")
 STEPS = 20
 
 
@@ -26,40 +32,28 @@ def tiny(folder: Path) -> Any:
     return tasks.Data(nn.Linear(6, 3), (x[:256], y[:256]), (x[256:], y[256:]), "made")
 
 
+def tiny_score(model: Any, x: Any, y: Any) -> Any:
+    return model(x), y
+
+
 @pytest.fixture
 def task(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(large.TASKS, "text3", large.Large("text", STEPS, 32, 0.01, 0.1, tiny))
+    monkeypatch.setattr(large, "_loaded", {})
+    monkeypatch.setitem(large.TASKS, "text3", large.Large("text", STEPS, 32, 0.01, 0.1, tiny, tiny_score))
     monkeypatch.setitem(tasks.ADAM, "text3", 0.01)
     return "text3"
 
 
-@pytest.mark.parametrize("name", ["adam", "sparseloco", "zero_one_adam"])
-def test_a_run_in_pieces_is_the_run_in_one(task: str, name: str, tmp_path: Path) -> None:
-    run = large.Run(task, large.VARIANTS[name], 1, STEPS, 2)
-
-    def whole(world: Any) -> Any:
-        return large.train(run, world, tmp_path, tmp_path / "whole.jsonl", float("inf"))
-
-    def piece(world: Any) -> Any:
-        return large.train(run, world, tmp_path, tmp_path / "pieces.jsonl", 0.0)
-
-    [wanted] = un.run_threads(whole, 1)  # threads share the random numbers, so one
-    pieces = 0
-    while (found := un.run_threads(piece, 1)[0]) is None:
-        pieces += 1
-    assert pieces == STEPS - 1
-    assert found["loss"] == wanted["loss"]
-    assert [row[:3] for row in found["course"]] == [row[:3] for row in wanted["course"]]
-    assert wanted["loss"] == wanted["course"][-1][1] < wanted["course"][0][1]
-    assert not list(tmp_path.glob("pieces-*"))
+def run_whole(run: Any, folder: Path) -> Any:
+    return large.train(run, folder, "cpu", float("inf"))
 
 
 def test_a_run_is_plain_training_at_the_rates_that_it_says(task: str, tmp_path: Path) -> None:
     run = large.Run(task, large.VARIANTS["adam"].at(0.5), 1, STEPS, 1)
-    [found] = un.run_threads(lambda world: large.train(run, world, tmp_path, tmp_path / "x.jsonl", float("inf")), 1)
+    found = run_whole(run, tmp_path)
     torch.manual_seed(1)
     data, step = tiny(tmp_path), 0
-    optimizer = torch.optim.AdamW(data.model.parameters())
+    optimizer = torch.optim.AdamW(data.model.parameters(), betas=made.BETAS)
     alone = un.World(None, hosts=["localhost"])
     for epoch in range(3):
         for x, y in un.shard(data.train, batch_size=32, seed=1, epoch=epoch, name=f"plain {epoch}", world=alone):
@@ -71,29 +65,65 @@ def test_a_run_is_plain_training_at_the_rates_that_it_says(task: str, tmp_path: 
             step += 1
     loss = nn.functional.cross_entropy(data.model(data.held_out[0]), data.held_out[1]).item()
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["loss"] == found["course"][-1][1] < found["course"][0][1]
+
+
+def test_exact_training_is_the_same_with_any_number_of_workers(task: str, tmp_path: Path) -> None:
+    losses = [run_whole(large.Run(task, large.VARIANTS["adam"], 1, STEPS, n), tmp_path)["loss"] for n in (1, 4)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_bytes_are_those_of_training_alone(task: str, tmp_path: Path) -> None:
     """Of three exchanges of models, after windows 1, 2 and 18, and not of those by which it is judged twenty times."""
-    run = large.Run(task, large.VARIANTS["local_sgd"], 1, STEPS, 2)
-    found = un.run_threads(lambda world: large.train(run, world, tmp_path, tmp_path / "x.jsonl", float("inf")), 2)
+    found = run_whole(large.Run(task, large.VARIANTS["local_sgd"], 1, STEPS, 2), tmp_path)
     model = 4 * (32 + 16)  # on cache lines; an all-reduce of two sends its bytes once
-    assert 3 * model <= found[0]["bytes"] < 4.5 * model  # with a few numbers about who is slow
-    assert [row[0] for row in found[0]["course"]] == list(range(1, STEPS + 1))
+    assert 3 * model <= found["bytes"] < 4.5 * model  # with a few numbers about who is slow
+    assert [row[0] for row in found["course"]] == list(range(1, STEPS + 1))
+
+
+def test_a_search_is_judged_at_its_end_alone_and_a_run_ends_when_the_time_is_over(task: str, tmp_path: Path) -> None:
+    run = large.Run(task, large.VARIANTS["adam"], tasks.TUNED, STEPS, 2)
+    assert [row[0] for row in run_whole(run, tmp_path)["course"]] == [STEPS]
+    assert large.train(run, tmp_path, "cpu", 0.0) is None
+
+
+def test_a_rank_that_fails_ends_the_run(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: Any, x: Any, y: Any) -> Any:
+        raise RuntimeError("no such score")
+
+    monkeypatch.setitem(large.TASKS, task, large.TASKS[task]._replace(score=fail))
+    with pytest.raises(RuntimeError, match="no such score"):
+        run_whole(large.Run(task, large.VARIANTS["adam"], 1, STEPS, 2), tmp_path)
 
 
 def test_each_variant_is_searched_first_and_then_run_at_its_best() -> None:
-    names = ["adam", "diloco"]
-    todo = large.left("text25", names, 2, 2000, 8, {})
-    assert len(todo) == len(large.RATES) * (1 + len(large.OUTERS))
+    names = ["topk", "adam", "diloco"]
+    lines: dict[str, dict[str, float]] = {}
+
+    def make(count: int) -> list[Any]:
+        todo = made.left("text25", names, 2, 2000, 8, lines)
+        assert len(todo) == count
+        lines.update({run.key: {"loss": abs(run.share - 3) + abs(run.variant.outer - 0.4)} for run in todo})
+        return todo
+
+    todo = make(3 * len(made.RATES))
     assert {(run.seed, run.steps, run.workers) for run in todo} == {(tasks.TUNED, 500, 8)}
-    lines = {run.key: {"loss": abs(run.share - 3) + abs(run.variant.outer - 0.4)} for run in todo}
-    runs = large.left("text25", names, 2, 2000, 8, lines)
-    assert [(run.variant.told(2000), run.share, run.seed, run.steps) for run in runs] == [
+    assert "topk" in todo[-1].variant.spec, "what comes first is made before the others"
+    todo = make(2 + 2 + 6 + 2)
+    assert [(run.variant.told(2000), run.share, run.seed, run.steps) for run in todo] == [
+        *((f"diloco(every=30, outer_lr={outer})", 3.0, tasks.TUNED, 500) for outer in (0.4, 1.0)),
         *(("allreduce", 3.0, seed, 2000) for seed in (0, 1)),
-        *(("diloco(every=30, outer_lr=0.4)", 3.0, seed, 2000) for seed in (0, 1)),
+        *(("allreduce", 3.0, seed, steps) for seed in (0, 1) for steps in (500, 1000, 1500)),
+        *(("warmup(topk(k=0.01), steps=200)", 3.0, seed, 2000) for seed in (0, 1)),
     ]
-    assert large.left("text25", names, 2, 2000, 8, lines | {run.key: {"loss": 1.0} for run in runs}) == []
+    todo = make(2)
+    assert [(run.variant.told(2000), run.seed) for run in todo] == [
+        ("diloco(every=30, outer_lr=0.4)", seed) for seed in (0, 1)
+    ]
+    make(0)
+    assert {name: len(each) for name, each in results.chosen("text25", names, 2000, 8, lines).items()} == dict.fromkeys(
+        names, 2
+    )
 
 
 def test_every_variant_can_be_built_and_every_task_makes_its_model() -> None:
@@ -102,12 +132,82 @@ def test_every_variant_can_be_built_and_every_task_makes_its_model() -> None:
     for variant in large.VARIANTS.values():
         build(variant.told(2000), kind="strategy")
     assert set(large.TASKS) == set(tasks.LIKE)
-    resnet = large.make_resnet()
+    resnet = made.make_resnet()
     assert resnet(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     with torch.device("meta"):
         for width, layers, millions in [(192, 6, 2.8), (512, 8, 25.6), (896, 13, 126.0)]:
-            model = tasks.make_transformer(256, width, layers, max(1, width // 64), large.LENGTH)
+            model = made.make_gpt(width, layers)
             assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_a_gpt_predicts_from_what_came_before() -> None:
+    torch.manual_seed(0)
+    model, rows = made.make_gpt(64, 2), torch.randint(256, (3, 257), dtype=torch.uint8)
+    loss = large.TASKS["text25"].loss(model, rows)
+    assert loss.item() == pytest.approx(5.545, abs=0.1)  # of 256 bytes, each as probable
+    other = rows.clone()
+    other[:, 200:] = 0
+    a, b = (model(x[:, :-1].long()) for x in (rows, other))
+    torch.testing.assert_close(a[:, :200], b[:, :200])
+    assert (a[:, 200:] - b[:, 200:]).abs().max() > 0.01
+
+
+def test_ranks_together_compute_what_each_does_alone() -> None:
+    torch.manual_seed(0)
+    bodies = [made.make_gpt(64, 2) for _ in range(3)]
+    rows = torch.randint(256, (3, 2, 257), dtype=torch.uint8)
+    loss = large.TASKS["text25"].loss
+    wanted = []
+    for body, mine in zip(bodies, rows, strict=True):
+        each = loss(body, mine)
+        wanted.append((each.detach(), torch.autograd.grad(each, list(body.parameters()))))
+    together = ranks.Ranks(bodies, loss, torch.device("cpu"))
+    together.stack()
+    losses, gradients = together.differentiate([rows])
+    for place, (one, theirs) in enumerate(wanted):
+        torch.testing.assert_close(losses[place], one)
+        for mine, other in zip(gradients[place], theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-7)
+            assert mine.is_contiguous()
+    bodies[1].head.data = bodies[1].head.data.clone()
+    with pytest.raises(RuntimeError, match="elsewhere"):
+        together.differentiate([rows])
+
+
+def test_threads_take_turns_and_give_them_away_while_they_wait(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("threading.Condition.wait", threading.Condition.wait)  # to be put back
+    monkeypatch.setattr("unisono.background._Job.__call__", un.background._Job.__call__)
+    turns, running, most = ranks.Turns(), [], []
+
+    def score(model: Any, x: Any, y: Any) -> Any:
+        running.append(1)
+        time.sleep(0.001)
+        most.append(len(running))
+        running.pop()
+        return model(x), y
+
+    monkeypatch.setitem(large.TASKS, task, large.TASKS[task]._replace(score=score))
+    run = large.Run(task, large.VARIANTS["adam"], 1, STEPS, 4)
+    found = large.train(run, tmp_path, "cpu", float("inf"), turns)
+    assert found["loss"] == run_whole(run, tmp_path)["loss"]
+    assert most[: 4 * STEPS] == [1] * 4 * STEPS
+
+
+def test_muon_on_stacks_is_torchs() -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(24, 8), (8, 24), (24, 8), (8, 8)]]
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    every = torch.optim.Muon(params, lr=0.02), ranks.BatchedMuon(others, lr=0.02)
+    for _ in range(3):
+        for p, q in zip(params, others, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for one in every:
+            one.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=0.0, atol=1e-3)
 
 
 def test_text_is_made_of_wheels_in_one_order_each_text_once(tmp_path: Path) -> None:
@@ -118,15 +218,16 @@ def test_text_is_made_of_wheels_in_one_order_each_text_once(tmp_path: Path) -> N
         with zipfile.ZipFile(tmp_path / name, "w") as wheel:
             for path, text in files.items():
                 wheel.writestr(path, text)
-    assert list(large.read_texts([tmp_path / "a", tmp_path / "b"])) == [b"first\n", b"second\n", b"third\n"]
+    assert list(made.read_texts([tmp_path / "a", tmp_path / "b"])) == [b"first\n", b"second\n", b"third\n"]
 
 
 def test_images_are_moved_and_mirrored_and_the_same_for_one_seed() -> None:
     x = torch.zeros(64, 28, 28, dtype=torch.uint8)
     x[:, 10, 5] = 255
-    moved = large.augment(x, 1)
+    moved = made.augment(x, made.draw_moves(64, 1))
     assert moved.shape == (64, 1, 28, 28)
-    assert torch.equal(moved, large.augment(x, 1))
+    assert torch.equal(moved, made.augment(x, made.draw_moves(64, 1)))
+    assert not torch.equal(moved, made.augment(x, made.draw_moves(64, 2)))
     assert torch.equal(moved.sum((1, 2, 3)), torch.ones(64))
     _, rows, columns = moved[:, 0].nonzero(as_tuple=True)
     assert {*rows.tolist()} == {8, 9, 10, 11, 12}
@@ -135,16 +236,17 @@ def test_images_are_moved_and_mirrored_and_the_same_for_one_seed() -> None:
 
 def test_time_to_a_loss_is_compute_and_then_bytes() -> None:
     course = [[10, 2.0, 0.5, 1e6, 9.0], [20, 1.0, 0.6, 2e6, 18.0]]
-    assert large.seconds_to(course, 1.5, 0.1, 8.0) == 2.0 + 2.0
-    assert large.seconds_to(course, 0.5, 0.1, 8.0) is None
+    assert results.seconds_to(course, 1.5, 0.1, 8.0) == 2.0 + 2.0
+    assert results.seconds_to(course, 0.5, 0.1, 8.0) is None
 
 
 def test_the_picture_has_every_method(task: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     course = [[10, 2.0, 0.5, 1e6, 9.0], [20, 1.0, 0.6, 2e6, 18.0]]
-    large.draw({name: [{"course": course}] for name in ("adam", "topk")}, "made", tmp_path / "made.svg")
+    results.draw({name: [{"course": course}] for name in ("adam", "topk")}, "made", tmp_path / "made.svg")
     assert "<svg" in (tmp_path / "made.svg").read_text()
-    told = large.tell({"adam": [{"loss": 2.0, "bytes": 1.0, "course": course, "variant": large.VARIANTS["adam"]}]}, 0.1)
+    adam = {"loss": 2.0, "bytes": 1.0, "course": course, "variant": large.VARIANTS["adam"]}
+    told = results.tell({"adam": [adam]}, 0.1)
     assert told["adam"]["effect"] == 0.0
     assert told["adam"]["faster_100"] == 1.0
 
@@ -153,4 +255,4 @@ def test_fashions_files_are_read(tmp_path: Path) -> None:
     import gzip
 
     (tmp_path / "x.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6])))
-    assert large.read_idx(tmp_path / "x.gz").tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert made.read_idx(tmp_path / "x.gz").tolist() == [[1, 2, 3], [4, 5, 6]]

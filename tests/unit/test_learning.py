@@ -26,7 +26,8 @@ STRAIGHT = [2 - share for share in made.SHARES]  # a quarter more loss at a quar
 
 
 def test_the_planners_file_is_what_the_results_say() -> None:
-    text = made.make_file(rules.read([made.RESULTS]), rules.read([made.CURVES]))
+    large = rules.read([made.LARGE]) if made.LARGE.exists() else []
+    text = made.make_file(rules.read([made.RESULTS]), rules.read([made.CURVES]), large)
     assert learning.FILE.read_text(encoding="utf-8") == text, "make it anew: make results"
 
 

@@ -176,21 +176,23 @@ class Operations:
             status.note(doing="")
             return value
 
-        finish = route.finish
-        if finish is not None:
+        def finish(value: T) -> T:
+            return value if route.finish is None else _keep_until_now(run, route.finish(value))
+
+        if route.at_once:
             value = job()
-            return Handle(lambda: _keep_until_now(run, finish(value)))
+            return Handle(lambda: finish(value))
         if self.inline:
             value = job()
             self._record_blocked(record.start, record.end)
-            return Handle.of(value)
+            return Handle.of(finish(value))
         handle = self._queue(queue).submit(job)
 
         def wait() -> T:
             began = self.ledger.clock()
             value = handle.wait()
             self._record_blocked(began, self.ledger.clock())
-            return value
+            return finish(value)
 
         return Handle(wait, handle.done)
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from unisono.launchers.runtime.debugger import RankThreads
 from unisono.launchers.runtime.frames import CalledByAll
 from unisono.world.ledger import Ledger
@@ -23,13 +25,19 @@ T = TypeVar("T")
 
 
 def run_threads(
-    fn: Callable[..., T], size: int, *, hosts: Sequence[str] | None = None, timeout_s: float = 60.0
+    fn: Callable[..., T],
+    size: int,
+    *,
+    hosts: Sequence[str] | None = None,
+    device: str | torch.device = "cpu",
+    timeout_s: float = 60.0,
 ) -> list[T]:
     """Run `fn(world)` on `size` threads, each a rank; returns every rank's result, or raises the first error.
 
     fn: called with the world, once per rank.
     size: the number of ranks.
     hosts: each rank's host, for `split`; default: all on one.
+    device: `world.device` of every rank, such as "cuda": ranks share that GPU, and what they exchange stays on it.
     timeout_s: how long a rank waits for another.
 
     >>> import torch
@@ -40,18 +48,22 @@ def run_threads(
         raise TypeError(f"run_threads takes a function of a world, got {fn!r}")
     if size < 1:
         raise ValueError(f"a world has at least one rank, got size={size}")
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
     hub, seats = Hub(size, timeout_s), RankThreads(size)
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
     def work(rank: int) -> None:
         transport = ThreadTransport(hub, rank) if size > 1 else None
-        world = World(transport, hosts=hosts or ["localhost"] * size)
+        world = World(transport, device=where, hosts=hosts or ["localhost"] * size)
         enter(world)
         be(transport.member if transport is not None else None)
         seats.enter(rank)
         try:
-            results[rank] = fn(world)
+            with torch.autograd.set_multithreading_enabled(False):  # else one thread is every rank's backward on a GPU
+                results[rank] = fn(world)
             if transport is not None:
                 transport.member.why = RETURNED
         except BaseException as error:

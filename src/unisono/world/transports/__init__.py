@@ -80,6 +80,7 @@ class Transport(ABC):
     rank: int
     size: int
     takes_parts = False  # an all-reduce of several large tensors works on them where they are, one after the other
+    takes_cuda = False  # collectives work on CUDA tensors, in the order of the streams that are current in each rank
     reads_peers = False  # reductions of large private tensors read them where they are, not in memory of `empty`
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
     signature: CallSignature | None = None  # what it is, and where it was called

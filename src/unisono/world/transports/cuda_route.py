@@ -1,4 +1,5 @@
-"""Which transport serves a CUDA tensor: NCCL on a stream of its own, or the CPU transport through host memory."""
+"""Which transport serves a CUDA tensor: NCCL on a stream of its own, the CPU transport through host memory, or that of
+ranks which are threads and share the device."""
 
 from __future__ import annotations
 
@@ -19,9 +20,8 @@ class Route:
 
     transport: Transport
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    finish: Callable[[Any], Any] | None = (
-        None  # set if the host returns at once: the stream keeps the operations' order
-    )
+    finish: Callable[[Any], Any] | None = None  # set if the device may still be at work when the host goes on
+    at_once: bool = False  # the host does not wait for other ranks: the stream keeps the operations' order
 
 
 _streams: dict[int, torch.cuda.Stream] = {}
@@ -32,7 +32,7 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(x.device))
     stream = _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
-    if accelerated is None:
+    if accelerated is None and not base.takes_cuda:
 
         @contextmanager
         def synchronise() -> Iterator[None]:
@@ -45,21 +45,22 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
     done = torch.cuda.Event()
 
     @contextmanager
-    def use_side_stream() -> Iterator[None]:
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
+    def in_order() -> Iterator[None]:
+        used = stream if accelerated is not None else torch.cuda.current_stream(x.device)
+        used.wait_event(ready)
+        with torch.cuda.stream(used):
             yield
-            done.record(stream)
+            done.record(used)
 
     def finish(value: Any) -> Any:
         here = torch.cuda.current_stream(x.device)
         here.wait_event(done)
         for result in value if isinstance(value, list | tuple) else [value]:
             if isinstance(result, Tensor) and result.is_cuda:
-                result.record_stream(here)  # its memory is the side stream's: not to be given out while it is read here
+                result.record_stream(here)  # its memory is another stream's: not to be given out while it is read here
         return value
 
-    return Route(accelerated, use_side_stream, finish)
+    return Route(accelerated or base, in_order, finish, at_once=accelerated is not None)
 
 
 class StagedTransport(Transport):

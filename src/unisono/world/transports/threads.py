@@ -46,7 +46,7 @@ class Hub:
         self.times = [0.0] * size
         self.round = 0
         self.found: tuple[list[Any], float] = ([], 0.0)
-        self.messages: dict[tuple[int, int], deque[Tensor]] = {}
+        self.messages: dict[tuple[int, int], deque[tuple[Tensor, _Mark | None]]] = {}
         self.lost: str | None = None
         self.left: dict[int, str] = {}  # ranks that will not come any more, and why
         self.members: dict[int, Member] = {}
@@ -98,6 +98,27 @@ class Hub:
 
 
 @dataclass
+class _Mark:
+    """What a rank's stream had to do when the rank came to a meeting."""
+
+    device: torch.device
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+
+    @classmethod
+    def of(cls, near: Tensor | None) -> _Mark | None:
+        if near is None or not near.is_cuda:
+            return None
+        stream = torch.cuda.current_stream(near.device)
+        return cls(near.device, stream, stream.record_event())
+
+    def wait_for(self, other: _Mark) -> None:
+        """Whatever my stream does next comes after that."""
+        if other.stream != self.stream:
+            self.stream.wait_event(other.event)
+
+
+@dataclass
 class Member:
     """What is known of a rank, in a world and in those split from it."""
 
@@ -125,9 +146,10 @@ def _note_wait(is_waiting: bool) -> None:
 
 
 class ThreadTransport(Transport):
-    """One rank of a world of threads."""
+    """One rank of a world of threads. On a GPU that all share, streams wait for each other where ranks meet."""
 
     name = "threads"
+    takes_cuda = True
 
     def __init__(self, hub: Hub, rank: int, member: Member | None = None) -> None:
         self.hub = hub
@@ -135,12 +157,14 @@ class ThreadTransport(Transport):
         self.rank, self.size = rank, hub.size
         self._splits = 0
 
-    def _meet(self, what: str, sign: Any, item: Any = None) -> tuple[list[Any], float]:
-        """Every rank's item, and when the last came; all must be in the same operation with the same sign."""
-        hub = self.hub
+    def _meet(self, what: str, sign: Any, item: Any = None, near: Tensor | None = None) -> tuple[list[Any], float]:
+        """Every rank's item, and when the last came; all must be in the same operation with the same sign. `near`: one
+        of the tensors that are about to be read, or were."""
+        hub, mark = self.hub, _Mark.of(near)
         with hub.changed:
             now = hub.round
-            hub.items[self.rank], hub.times[self.rank] = (what, sign, item, self.signature), time.perf_counter()
+            hub.items[self.rank] = (what, (sign, mark and mark.device), item, self.signature, mark)
+            hub.times[self.rank] = time.perf_counter()
             hub.here.add(self.rank)
             if len(hub.here) == hub.size:
                 hub.found = (list(hub.items), max(hub.times))
@@ -149,80 +173,98 @@ class ThreadTransport(Transport):
                 hub.changed.notify_all()
             hub.wait_for(lambda: hub.round > now, what, range(hub.size), self.rank)
             found, last = hub.found
-        signatures: list[CallSignature] = [signature for _, _, _, signature in found if signature is not None]
+        signatures: list[CallSignature] = [signature for _, _, _, signature, _ in found if signature is not None]
         whats = {one.what for one in signatures} if len(signatures) == self.size else set()
 
         def describe() -> list[CallDescription]:
             return [one.description for one in signatures]
 
         if any(other[:2] != found[0][:2] for other in found) or len(whats) > 1:
-            each = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _, _) in enumerate(found))
+            places = [(sign, f" on {device}" if device is not None else "") for _, (sign, device), *_ in found]
+            each = ", ".join(f"rank {r} has {found[r][0]} {sign}{place}" for r, (sign, place) in enumerate(places))
             raise Mismatch(f"{what}: the ranks disagree; {each}", calls=describe())
         if self.signature is not None and whats and sign != "end":
             self.signature.check_places([one.where for one in signatures], describe)
-        return [item for _, _, item, _ in found], last
+        if mark is not None:
+            for *_, other in found:
+                mark.wait_for(other)
+        return [item for _, _, item, *_ in found], last
 
-    def _end(self, what: str) -> None:
+    def _end(self, what: str, near: Tensor) -> None:
         """Wait until all ranks have read what the others brought."""
-        self._meet(what, "end")
+        self._meet(what, "end", near=near)
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
-        ranks, last = self._meet("all_reduce", (op, [f"{p.numel()} x {p.dtype}" for p in parts]), parts)
+        sign = (op, [f"{p.numel()} x {p.dtype}" for p in parts])
+        ranks, last = self._meet("all_reduce", sign, parts, parts[0])
+        if parts[0].is_cuda:  # one device: one rank reduces for all
+            if self.rank == 0:
+                for every in zip(*ranks, strict=True):
+                    combine(every, op, every[0])
+                for other in ranks[1:]:
+                    torch._foreach_copy_(other, ranks[0])
+            del ranks
+            self._end("all_reduce", parts[0])
+            return last
         results = [torch.empty_like(p) for p in parts]
         for i, result in enumerate(results):
             combine([rank[i] for rank in ranks], op, result)
         del ranks  # after this, only a rank itself holds its memory: an exchange counts who does
-        self._end("all_reduce")
+        self._end("all_reduce", parts[0])
         for part, result in zip(parts, results, strict=True):
             part.copy_(result)
         return last
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
-        ranks, last = self._meet("reduce_scatter", (op, f"{list(counts)} x {x.dtype}"), x)
+        ranks, last = self._meet("reduce_scatter", (op, f"{list(counts)} x {x.dtype}"), x, x)
         result = torch.empty_like(out)
         combine([torch.split(other, list(counts))[self.rank] for other in ranks], op, result)
-        self._end("reduce_scatter")
+        self._end("reduce_scatter", x)
         out.copy_(result)
         return last
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
         sizes = [out.numel() for out in outs]
-        ranks, last = self._meet("all_gather", f"{sizes} x {x.dtype}", x)
+        ranks, last = self._meet("all_gather", f"{sizes} x {x.dtype}", x, x)
         for out, other in zip(outs, ranks, strict=True):
             out.copy_(other)
-        self._end("all_gather")
+        self._end("all_gather", x)
         return last
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
-        ranks, last = self._meet("broadcast", (f"from {src}", [p.numel() for p in parts]), parts)
+        ranks, last = self._meet("broadcast", (f"from {src}", [p.numel() for p in parts]), parts, parts[0])
         if self.rank != src:
             for part, other in zip(parts, ranks[src], strict=True):
                 part.copy_(other)
-        self._end("broadcast")
+        self._end("broadcast", parts[0])
         return last
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
-        ranks, last = self._meet("all_to_all", str(parts[0].dtype), parts)
+        ranks, last = self._meet("all_to_all", str(parts[0].dtype), parts, parts[0])
         for out, other in zip(outs, ranks, strict=True):
             out.copy_(other[self.rank])
-        self._end("all_to_all")
+        self._end("all_to_all", parts[0])
         return last
 
     def send(self, x: Tensor, dst: int) -> None:
         with self.hub.changed:
-            self.hub.messages.setdefault((self.rank, dst), deque()).append(x.clone())
+            copied = x.clone()
+            self.hub.messages.setdefault((self.rank, dst), deque()).append((copied, _Mark.of(copied)))
             self.hub.changed.notify_all()
 
     def recv(self, x: Tensor, src: int) -> None:
         with self.hub.changed:
             box = self.hub.messages.setdefault((src, self.rank), deque())
             self.hub.wait_for(lambda: bool(box), f"recv from rank {src}", [src], self.rank)
-            message = box.popleft()
+            message, mark = box.popleft()
         if message.numel() != x.numel() or message.dtype != x.dtype:
             raise Mismatch(
                 f"recv from rank {src}: it sent {message.dtype} of {message.numel()}, "
                 f"I receive into {x.dtype} of {x.numel()}"
             )
+        if mark is not None and x.is_cuda:
+            torch.cuda.current_stream(x.device).wait_event(mark.event)
+            message.record_stream(torch.cuda.current_stream(x.device))
         x.copy_(message)
 
     def has_message(self, src: int) -> bool:

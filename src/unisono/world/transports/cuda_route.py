@@ -1,4 +1,5 @@
-"""Which transport serves a CUDA tensor: NCCL on a stream of its own, or the CPU transport through host memory."""
+"""Which transport serves a CUDA tensor: NCCL on a stream of its own; memory that ranks on one device map; or the CPU
+transport, through host memory."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(x.device))
     stream = _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
-    if accelerated is None:
+    if accelerated is None or accelerated.meets_on_host:
 
         @contextmanager
         def synchronise() -> Iterator[None]:
@@ -41,7 +42,7 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
                 yield
                 stream.synchronize()
 
-        return Route(StagedTransport(base), synchronise)
+        return Route(StagedTransport(base) if accelerated is None else accelerated, synchronise)
     done = torch.cuda.Event()
 
     @contextmanager

@@ -273,7 +273,7 @@ class MeetingPage:
         who = f"{self.noun} {rank}" + (f" (process {self._watch.pids[rank]})" if self._watch is not None else "")
         waited_s = time.perf_counter() - debug_pause.ended_s - began
         waited = f"waited {waited_s:.1f} s for it in {what}"
-        has_died = self._watch is not None and self._watch.has_died(rank)
+        has_died = self.has_died(rank)
         reason = self._read(rank * ROW + _REASON, rank * ROW + _WAITS)
         fence()
         if not is_behind(self.counters[at], target):  # it came before it left
@@ -294,6 +294,14 @@ class MeetingPage:
             raise self.give_up(
                 PeerLost(f"{what}: waited {self.timeout_s:g} s for {who} of {self.size}, which did not come: {why}")
             )
+
+    def has_died(self, rank: int) -> bool:
+        """Whether the process of `rank` is gone."""
+        return self._watch is not None and self._watch.has_died(rank)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether `rank` will not come to another meeting: its process is gone, or it has said so."""
+        return self.has_died(rank) or bool(self._read(rank * ROW + _REASON, rank * ROW + _WAITS))
 
     def lose(self, rank: int, what: str, why: str) -> Exception:
         """The error for `rank`, whose memory or messages failed: how it ended, if that shows within a moment."""

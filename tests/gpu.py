@@ -43,6 +43,7 @@ print(json.dumps({"gpu": found, "torch": torch.__version__, "python": platform.p
 """
 BENCHMARKS = {  # with arguments that take a few minutes, and the minutes that they are known to take
     "step.py --gpu": 1.0,
+    "gpu_ipc.py": 1.0,
     "zero.py --optimizer muon --gpu": 3.0,
     "checkpoints.py --gpu --layers 14 --repeats 2": 5.0,
     "gpu_offload.py --parts floors": 2.0,

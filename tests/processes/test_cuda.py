@@ -1,4 +1,4 @@
-"""CUDA tensors: through NCCL, through host memory where ranks share a device, and a world of one."""
+"""CUDA tensors: through NCCL, in memory of the device that ranks share, and a world of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def collectives() -> dict[str, object]:
-    world = un.join(device="cuda:0")  # one device for all ranks: NCCL refuses that, host memory serves
+    world = un.join(device="cuda:0")  # one device for all ranks: NCCL refuses that
     r, n = world.rank, world.size
     x = torch.full((300_001,), float(r + 1), device=world.device, dtype=torch.float64)
     mean = world.all_reduce(x.clone(), "mean").wait()
@@ -23,6 +23,7 @@ def collectives() -> dict[str, object]:
     return {
         "device": str(world.device),
         "nccl": world.has_nccl,
+        "maps": world.maps_device,
         "mean": mean.unique().tolist(),
         "half": half.unique().tolist(),
         "gathered": [t.tolist() for t in gathered],
@@ -36,6 +37,7 @@ def test_collectives_of_ranks_that_share_a_device() -> None:
         assert found == {
             "device": "cuda:0",
             "nccl": False,
+            "maps": True,
             "mean": [1.5],
             "half": [3.0],
             "gathered": [[0], [1, 1]],

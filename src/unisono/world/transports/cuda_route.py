@@ -30,19 +30,24 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> Route:
     """The route of an operation on CUDA tensor `x`."""
+    here = torch.cuda.current_stream(x.device)
     ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(x.device))
+    served = StagedTransport(base) if accelerated is None else accelerated
+    waits = not served.meets_on_host or not here.query()  # an event makes the device change between ranks that share it
+    if waits:
+        ready.record(here)
     stream = _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
-    if accelerated is None or accelerated.meets_on_host:
+    if served.meets_on_host:
 
         @contextmanager
         def synchronise() -> Iterator[None]:
-            ready.synchronize()
+            if waits:
+                ready.synchronize()
             with torch.cuda.stream(stream):
                 yield
                 stream.synchronize()
 
-        return Route(StagedTransport(base) if accelerated is None else accelerated, synchronise)
+        return Route(served, synchronise)
     done = torch.cuda.Event()
 
     @contextmanager
@@ -60,7 +65,7 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
                 result.record_stream(here)  # its memory is the side stream's: not to be given out while it is read here
         return value
 
-    return Route(accelerated, use_side_stream, finish)
+    return Route(served, use_side_stream, finish)
 
 
 class StagedTransport(Transport):

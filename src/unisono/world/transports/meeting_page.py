@@ -239,8 +239,12 @@ class MeetingPage:
         """Wait until every rank has arrived as often as I have; when the last one did."""
         for rank in self.peers:
             self.await_counter(rank * ROW + _COUNT, self._round, rank, what, self.on_missing)
+        return max(self.read_arrivals())
+
+    def read_arrivals(self) -> list[float]:
+        """When every rank came to the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT
-        return float(max(struct.unpack_from("d", self.memory, r * ROW + slot)[0] for r in range(self.size)))
+        return [float(struct.unpack_from("d", self.memory, r * ROW + slot)[0]) for r in range(self.size)]
 
     def await_counter(
         self, at: int, target: int, rank: int, what: str, on_missing: Callable[[int], None] | None = None

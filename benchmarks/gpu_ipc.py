@@ -1,11 +1,11 @@
-"""Ranks that share one GPU: all-reduces through each other's device memory, through the host (as before, and where memory
-cannot be mapped), and by gloo; and the step of a model under each.
+"""Ranks that share one GPU: all-reduces through each other's device memory, through the host (where memory cannot be
+mapped), and by gloo; and the step of a model under each.
 
 Keys end in the number of ranks. host_over_ipc_*, gloo_over_ipc_*: the others' time over ours, in turn in the same
-processes, on tensors of any origin. share_of_copy_*: what an all-reduce of 100 MB has to move (each rank's tensor read
-once and written once) over its time, as a share of what `copy_` of 100 MB moves (bytes read and written) in its own time
-without any launch; *_after_work: after kernels of every rank, as in training, when the device has to change between
-processes. step_*: a step of an MLP of 25 M parameters.
+processes, on tensors of any origin. share_of_copy_*: the bytes that an all-reduce of 100 MB has to move (each rank's
+tensor read once and written once) over its time, as a share of what `copy_` of 100 MB moves (bytes read and written)
+in its own time, without its launch; *_after_work: after kernels of every rank, as in training, when the device has to
+change between processes. step_*: a step of an MLP of 25 M parameters.
 """
 
 from __future__ import annotations

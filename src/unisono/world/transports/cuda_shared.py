@@ -9,8 +9,8 @@ Each collective has three phases:
    not run at the same time, so that dividing it would only make the device change between them, which takes 140 us.
 3. All wait until what they read has arrived, and meet again.
 
-No kernel and no stream ever waits for another process: a rank that dies is missed in a meeting, as on the CPU. (A stream
-that waits for an event of a process that is killed waits for ever.)
+No kernel and no stream ever waits for another process: a rank that dies is missed in a meeting, as on the CPU, while a
+stream that waits for an event of a process that is killed waits for ever.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ def collectives() -> dict[str, object]:
     return {
         "device": str(world.device),
         "nccl": world.has_nccl,
-        "maps": world.maps_device,
         "mean": mean.unique().tolist(),
         "half": half.unique().tolist(),
         "gathered": [t.tolist() for t in gathered],
@@ -37,7 +36,6 @@ def test_collectives_of_ranks_that_share_a_device() -> None:
         assert found == {
             "device": "cuda:0",
             "nccl": False,
-            "maps": True,
             "mean": [1.5],
             "half": [3.0],
             "gathered": [[0], [1, 1]],

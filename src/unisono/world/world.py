@@ -181,12 +181,6 @@ class World:
         return fast is not None and not fast.meets_on_host
 
     @property
-    def maps_device(self) -> bool:
-        """Whether all ranks share a CUDA device and map each other's memory there."""
-        fast = self._operations.accelerated
-        return fast is not None and fast.meets_on_host
-
-    @property
     def reads_peers(self) -> bool:
         """Whether a reduction of large CPU tensors reads them from the other processes: then copying them into memory
         from `empty` gains nothing."""

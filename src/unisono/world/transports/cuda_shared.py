@@ -160,7 +160,7 @@ class CudaSharedTransport(Transport):
     # Collectives -----------------------------------------------------------------------------------------
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
-        whole = join(parts)
+        whole = _join(parts)
         if whole.nbytes <= EXTRA_LIMIT:
             last = self._reduce_on_page(whole, op)
         else:
@@ -169,9 +169,9 @@ class CudaSharedTransport(Transport):
             if self.rank == self._writer:
                 self._write_to_all(lines, op)
             self._await_writer()
-            put(mine, [whole])
+            _put(mine, [whole])
         if whole is not parts[0]:
-            put(whole, parts)
+            _put(whole, parts)
         return last
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
@@ -193,17 +193,17 @@ class CudaSharedTransport(Transport):
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
         is_source = self.rank == src
-        whole = join(parts) if is_source else torch.empty(0, dtype=parts[0].dtype, device=parts[0].device)
+        whole = _join(parts) if is_source else torch.empty(0, dtype=parts[0].dtype, device=parts[0].device)
         count = sum(part.numel() for part in parts)
         _, lines, last = self._announce(f"broadcast from {src}", "sum", whole, count=count, readers=(src,))
         if not is_source:
-            put(lines[src], parts)
+            _put(lines[src], parts)
         self._end("broadcast")
         return last
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         sizes = [part.numel() for part in parts], [out.numel() for out in outs]
-        _, lines, last = self._announce("all_to_all", "sum", join(parts), same=False)
+        _, lines, last = self._announce("all_to_all", "sum", _join(parts), same=False)
         each = [struct.unpack(f"={2 * self.size}q", one) for one in self._exchange(_pack(*sizes))]
         every = [(list(one[: self.size]), list(one[self.size :])) for one in each]
         if any(every[a][0][b] != every[b][1][a] for a in range(self.size) for b in range(self.size)):
@@ -426,14 +426,14 @@ class CudaSharedTransport(Transport):
         return self._direct.row(src, dst) + 8
 
 
-def join(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     """The lines as one: the only one itself, or a copy of all."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
-def put(whole: Tensor, parts: Sequence[Tensor]) -> None:
+def _put(whole: Tensor, parts: Sequence[Tensor]) -> None:
     """Copy a line into parts of it."""
     for part, end in zip(parts, accumulate(part.numel() for part in parts), strict=True):
         source = whole[end - part.numel() : end]

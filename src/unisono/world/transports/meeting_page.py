@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import platform
-import select
 import struct
 import threading
 import time
@@ -41,6 +40,7 @@ from unisono.world.transports import (
 )
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.neighbour_stacks import BYTES, Neighbours
+from unisono.world.transports.process_watch import ProcessWatch
 
 PAGE_NAME = "unisono-meeting-page"  # launchers that make the page give it this name
 _FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(platform.machine())
@@ -142,35 +142,6 @@ class Counters:
 def is_behind(counter: int, target: int) -> bool:
     """Whether a 32-bit counter, which may have wrapped, has yet to reach `target`."""
     return ((counter - target) & 0xFFFFFFFF) >= 0x80000000
-
-
-class ProcessWatch:
-    """Tells whether the processes of the other ranks are still alive."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self.pids = list(pids)
-        self._fds = [-1] * len(self.pids)
-        try:
-            for rank, pid in enumerate(self.pids):
-                if pid != os.getpid():
-                    self._fds[rank] = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self.close()
-            raise PeerLost(f"rank {rank} (process {pid}) has ended") from None
-
-    def has_died(self, rank: int) -> bool:
-        """Whether the process of `rank` is gone."""
-        if self._fds[rank] < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._fds[rank], select.POLLIN)
-        return bool(poll.poll(0))
-
-    def close(self) -> None:
-        for fd in self._fds:
-            if fd >= 0:
-                os.close(fd)
-        self._fds = [-1] * len(self._fds)
 
 
 class MeetingPage:

@@ -5,7 +5,7 @@ Keys end in the number of ranks. host_over_ipc_*, gloo_over_ipc_*: the others' t
 processes, on tensors of any origin. share_of_copy_*: the bytes that an all-reduce of 100 MB has to move (each rank's
 tensor read once and written once) over its time, as a share of what `copy_` of 100 MB moves (bytes read and written)
 in its own time, without its launch; *_after_work: after kernels of every rank, as in training, when the device has to
-change between processes. step_*: a step of an MLP of 25 M parameters.
+change between processes. step_*: a step of an MLP of 25 M parameters; ipc_after exchanges after backward.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def measure_steps(world: Any, by_host: Any, meet: Callable[[], None], repeats: i
         return nn.Sequential(*layers).cuda()
 
     def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        torch.manual_seed(1 + world.rank)
         x = torch.randn(256, 2048, device="cuda")
 
         def step() -> None:
@@ -114,13 +115,13 @@ def measure_steps(world: Any, by_host: Any, meet: Callable[[], None], repeats: i
         return step
 
     sides = {}
-    for name, used in (("ipc", world), ("host", by_host), ("ddp_gloo", None), ("bare", None)):
+    for name, used in (("ipc", world), ("ipc_after", world), ("host", by_host), ("ddp_gloo", None), ("bare", None)):
         model: nn.Module = make()
         if name == "ddp_gloo":
             model = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         if used is not None:
-            un.parallel(model, optimizer, "allreduce", world=used)
+            un.parallel(model, optimizer, "allreduce", world=used, overlap=name == "ipc")
         sides[name] = step_of(model, optimizer)
     seconds = interleaved(sides, repeats=max(3, repeats // 6), warmup=2, before=meet)
     return {f"step_{name}_s": taken for name, taken in seconds.items()}
@@ -151,7 +152,7 @@ def main() -> None:
         results[f"copy_us_{ranks}"] = 1e6 * found["copy_s"]
         results[f"share_of_copy_{ranks}"] = copy / found["ipc_100mb_s"]
         results[f"share_of_copy_after_work_{ranks}"] = copy / found["ipc_after_work_s"]
-        for name in ("ipc", "host", "ddp_gloo", "bare"):
+        for name in ("ipc", "ipc_after", "host", "ddp_gloo", "bare"):
             results[f"step_ms_{name}_{ranks}"] = 1e3 * found[f"step_{name}_s"]
     finish(results)
 

@@ -430,6 +430,8 @@ def _put(whole: Tensor, parts: Sequence[Tensor]) -> None:
 
 def reduce_lines(lines: Sequence[Tensor], op: Op, outs: Sequence[Tensor]) -> None:
     """Write the reduction of `lines`, taken in rank order, into each of `outs`, which may be the lines."""
+    if not lines[0].numel():
+        return
     if lines[0].is_cuda and op in ("sum", "mean") and lines[0].dtype in (torch.float32, torch.float16, torch.bfloat16):
         try:
             from unisono.world.transports.reduce_triton import reduce_to_all

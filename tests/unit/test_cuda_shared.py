@@ -150,8 +150,8 @@ def test_other_collectives(size: int, shareable: bool, dtype: torch.dtype) -> No
         out = torch.empty(counts[rank], dtype=dtype)
         transport.reduce_scatter(whole, counts, "max" if not dtype.is_complex else "sum", out)
         found["reduce_scatter"] = out
-        outs = [torch.empty(10 * r + 1, dtype=dtype) for r in range(size)]
-        transport.all_gather(lay(memory, numbers(rank, 10 * rank + 1, dtype), shareable), outs)
+        outs = [torch.empty(10 * r, dtype=dtype) for r in range(size)]
+        transport.all_gather(lay(memory, numbers(rank, 10 * rank, dtype), shareable), outs)
         found["all_gather"] = outs
         sent = lay(memory, numbers(rank, 500, dtype), shareable)
         transport.broadcast([sent], size - 1)
@@ -168,7 +168,7 @@ def test_other_collectives(size: int, shareable: bool, dtype: torch.dtype) -> No
         right = reference([numbers(r, sum(counts), dtype) for r in range(size)], op)
         compare(found["reduce_scatter"], right[start : start + counts[rank]])
         for r in range(size):
-            assert torch.equal(found["all_gather"][r], numbers(r, 10 * r + 1, dtype))
+            assert torch.equal(found["all_gather"][r], numbers(r, 10 * r, dtype))
             assert torch.equal(found["all_to_all"][r], numbers(10 * r + rank, 3 * r + 5 * rank, dtype))
         assert torch.equal(found["broadcast"], numbers(size - 1, 500, dtype))
 

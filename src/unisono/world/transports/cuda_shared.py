@@ -309,7 +309,7 @@ class CudaSharedTransport(Transport):
         heads, extras, last = meet_with_plan(self._page, what, op, x.dtype, count, same=same, extra=extra)
         lines = []
         for r, (head, told) in enumerate(zip(heads, extras, strict=True)):
-            is_read = readers is None or r in readers
+            is_read = head[3] and (readers is None or r in readers)
             lines.append(mine if r == self.rank else self._view(r, told, head[3], x.dtype) if is_read else mine[:0])
         return mine, lines, last
 

@@ -123,13 +123,17 @@ def test_what_needs_no_kernel_of_its_own_is_reduced_in_tiles(monkeypatch: pytest
     assert torch.equal(lines[1], out)
 
 
+@pytest.mark.parametrize("joined", [1 << 20, 1024])
 @pytest.mark.parametrize("shareable", [True, False])
-def test_a_list_of_tensors_is_reduced_as_one(shareable: bool) -> None:
+def test_a_list_of_tensors_is_reduced_in_blocks(shareable: bool, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_shared, "_JOINED", joined)
     counts = [3, 0, 700, 41]
 
     def work(transport: CudaSharedTransport, memory: StandIn) -> list[torch.Tensor]:
         parts = [lay(memory, numbers(transport.rank, n, torch.float32, seed=n), shareable) for n in counts]
         transport.all_reduce(parts, "sum")
+        transport.all_reduce(parts[1:2], "sum")
+        transport.all_reduce([parts[1], parts[1]], "sum")
         transport.broadcast(parts[2:], 1)
         return [part.clone() for part in parts]
 
@@ -306,7 +310,7 @@ def test_nobody_writes_to_a_rank_that_has_left() -> None:
         mine, lines, _ = transport._announce("all_reduce", "sum", x)
         time.sleep(0.1)
         with pytest.raises(PeerLost):
-            transport._write_to_all(lines, "sum")
+            transport._write("all_reduce", lambda: reduce_lines(lines, "sum", lines))
         return mine.unique().tolist()
 
     assert run_mapped(work, 2) == [[1.0], [2.0]]

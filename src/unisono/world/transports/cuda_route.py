@@ -43,7 +43,9 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
 
         @contextmanager
         def synchronise() -> Iterator[None]:
-            if waits:
+            if waits and served is accelerated:
+                stream.wait_event(ready)  # it waits for its stream before the ranks meet
+            elif waits:
                 ready.synchronize()
             with torch.cuda.stream(stream):
                 yield

@@ -19,6 +19,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -40,6 +41,7 @@ from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, open_publ
 from unisono.world.transports.meeting_page import ITEM_LIMIT, PAGE_NAME, MeetingPage, is_supported
 from unisono.world.transports.meeting_plans import EXTRA_LIMIT, meet_with_plan
 from unisono.world.transports.sent_sizes import describe_uneven
+from unisono.world.transports.stage import cut_blocks
 
 __all__ = ["CudaSharedTransport", "reduce_lines"]
 
@@ -49,6 +51,7 @@ _LENGTH = struct.Struct("=q")
 _MOST_SEGMENTS = 256  # of mine that others keep mapped
 _SMALL_MESSAGE = 1 << 20  # bytes: up to here a message goes through the host, and its sender does not wait
 _CLEARLY_S = 0.5e-3  # that a rank came later: on an H200 changing to another process takes 0.14 ms
+_JOINED = 256 << 20  # bytes of tensors that are copied to join them
 _TILE = 32 << 20  # bytes reduced at a time without a kernel of our own: its steps find them in the device's cache
 _LOOK_S, _LOOK_AGAIN_S = 0.001, 1.0  # whether another still writes; whether memory of mine is gone
 assert _WHERE.size <= EXTRA_LIMIT
@@ -160,16 +163,7 @@ class CudaSharedTransport(Transport):
     # Collectives -----------------------------------------------------------------------------------------
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
-        whole = _join(parts)
-        mine, lines, last = self._announce("all_reduce", op, whole)
-        self._choose_writer()
-        if self.rank == self._writer:
-            self._write_to_all(lines, op)
-        self._await_writer()
-        _put(mine, [whole])
-        if whole is not parts[0]:
-            _put(whole, parts)
-        return last
+        return self._change("all_reduce", op, parts, lambda lines: reduce_lines(lines, op, lines))
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         _, lines, last = self._announce(f"reduce_scatter of {list(counts)}", op, x)
@@ -189,14 +183,12 @@ class CudaSharedTransport(Transport):
         return last
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
-        is_source = self.rank == src
-        whole = _join(parts) if is_source else torch.empty(0, dtype=parts[0].dtype, device=parts[0].device)
-        count = sum(part.numel() for part in parts)
-        _, lines, last = self._announce(f"broadcast from {src}", "sum", whole, count=count, readers=(src,))
-        if not is_source:
-            _put(lines[src], parts)
-        self._end("broadcast")
-        return last
+        def write(lines: Sequence[Tensor]) -> None:
+            for line in lines:
+                if line is not lines[src]:
+                    line.copy_(lines[src])
+
+        return self._change(f"broadcast from {src}", "sum", parts, write)
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         sizes = [part.numel() for part in parts], [out.numel() for out in outs]
@@ -296,21 +288,17 @@ class CudaSharedTransport(Transport):
         x: Tensor,
         *,
         same: bool = True,
-        count: int | None = None,
-        readers: Sequence[int] | None = None,
     ) -> tuple[Tensor, list[Tensor], float]:
-        """Phase 1. `count`: elements, if not those of `x`; `readers`: only the tensors of these ranks are looked at.
-
-        Returns what the others see of mine (`x`, or a copy of it), every rank's line, and when the last rank came."""
-        count = x.numel() if count is None else count
+        """Phase 1. Returns what the others see of mine (`x`, or a copy of it), every rank's line, and when the last
+        came."""
         mine = self._shareable(x)
         extra = self._describe(mine, self._segment_of(mine)) if x.numel() else bytes(_WHERE.size)
         self._memory.settle()
-        heads, extras, last = meet_with_plan(self._page, what, op, x.dtype, count, same=same, extra=extra)
-        lines = []
+        heads, extras, last = meet_with_plan(self._page, what, op, x.dtype, x.numel(), same=same, extra=extra)
+        lines = [mine[:0] for _ in heads]
         for r, (head, told) in enumerate(zip(heads, extras, strict=True)):
-            is_read = head[3] and (readers is None or r in readers)
-            lines.append(mine if r == self.rank else self._view(r, told, head[3], x.dtype) if is_read else mine[:0])
+            if head[3]:
+                lines[r] = mine if r == self.rank else self._view(r, told, head[3], x.dtype)
         return mine, lines, last
 
     def _shareable(self, x: Tensor) -> Tensor:
@@ -364,33 +352,42 @@ class CudaSharedTransport(Transport):
 
     # Inside ----------------------------------------------------------------------------------------------
 
-    def _choose_writer(self) -> None:
-        """The rank that came last, whose kernels the device has just run; the former one if it came at about the same
-        time."""
-        came = self._page.read_arrivals()
+    def _change(self, what: str, op: Op, parts: Sequence[Tensor], write: Callable[[Sequence[Tensor]], None]) -> float:
+        """One rank changes the parts of all, by `write`; several are copied into one line, some at a time."""
+        came = []
+        blocks: list[Sequence[Tensor]] = [parts]
+        if len(parts) > 1:
+            blocks = [*cut_blocks(parts, _JOINED // parts[0].element_size())] or [parts[:1]]
+        for block in blocks:
+            whole = _join(block)
+            mine, lines, last = self._announce(what, op, whole)
+            self._write(what, partial(write, lines))
+            if mine is not block[0]:
+                _put(mine, block)
+            came.append(last)
+        return came[0]
+
+    def _write(self, what: str, write: Callable[[], object]) -> None:
+        """Phases 2 and 3, where one rank writes to the memory of all: who came last, as the device has just run its
+        kernels, or the former one if that came at about the same time."""
+        came, page = self._page.read_arrivals(), self._page
         if came[self._writer] < max(came) - _CLEARLY_S:
             self._writer = came.index(max(came))
-
-    def _write_to_all(self, lines: Sequence[Tensor], op: Op) -> None:
-        """Reduce into every rank's line, unless a rank has left: it may be using that memory for something else."""
-        row, page = self._done(self.rank, self.rank), self._page
-        page.counters.publish(row, 1)  # a rank that leaves from now on waits until I have ended
+        row = self._done(self._writer, self._writer)
+        if self.rank == self._writer:
+            page.counters.publish(row, 1)  # a rank that leaves from now on waits until I have ended
+            try:
+                if left := [r for r in page.peers if page.has_left(r)]:  # it may use its memory for something else
+                    raise page.lose(left[0], what, "it has left")
+                write()
+                self._memory.settle()
+            finally:
+                page.counters.publish(row, 0)
         try:
-            if left := [r for r in page.peers if page.has_left(r)]:
-                raise page.lose(left[0], "all_reduce", "it has left")
-            reduce_lines(lines, op, lines)
-            self._memory.settle()
-        finally:
-            page.counters.publish(row, 0)
-
-    def _await_writer(self) -> None:
-        """Meet; whatever happens, my memory is my own again after it."""
-        try:
-            self._end("all_reduce")
-        except BaseException as error:
-            page, row, writer = self._page, self._done(self._writer, self._writer), self._writer
+            self._end(what)
+        except BaseException as error:  # whatever happens, my memory is my own again after it
             page.give_up(error if isinstance(error, Exception) else PeerLost("interrupted"))
-            while self.rank != writer and page.counters[row] and not page.has_died(writer):
+            while self.rank != self._writer and page.counters[row] and not page.has_died(self._writer):
                 time.sleep(_LOOK_S)
             raise
 

@@ -305,3 +305,37 @@ def test_exact_methods_on_one_device_equal_one_process(workers: int) -> None:
         for weights in found.values():
             for mine, right in zip(weights, model.state_dict().values(), strict=True):
                 torch.testing.assert_close(mine, right, rtol=1e-8, atol=1e-9)
+
+
+def train_elastically() -> tuple[bool, list[torch.Tensor], int]:
+    world = un.join(device="cuda:0")
+    model = net().to(world.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    replica = un.parallel(model, optimizer, "allreduce")
+    shard = un.shard(batches(), batch_size=16, shuffle=False)
+    for _ in range(4):
+        for a, b in shard:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(a.to(world.device)), b.to(world.device)).backward()
+            optimizer.step()
+            time.sleep(0.01)
+    return maps_device(world) or world.size == 1, [x.detach().cpu() for x in model.state_dict().values()], replica.step
+
+
+def test_workers_that_are_lost_are_replaced() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x, y = batches()
+    for _ in range(4):
+        for a, b in zip(x.split(16), y.split(16), strict=True):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(a), b).backward()
+            optimizer.step()
+    faults = "kill 1@4 in backward; kill 0@8 in exchange; kill 2@12"
+    for maps, weights, steps in un.launch(
+        train_elastically, workers=3, faults=faults, least=2, threads=1, timeout_s=60
+    ):
+        assert maps
+        assert steps == 16
+        for found, right in zip(weights, model.state_dict().values(), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-9)

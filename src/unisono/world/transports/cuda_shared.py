@@ -51,8 +51,10 @@ _LENGTH = struct.Struct("=q")
 _MOST_SEGMENTS = 256  # of mine that others keep mapped
 _SMALL_MESSAGE = 1 << 20  # bytes: up to here a message goes through the host, and its sender does not wait
 _CLEARLY_S = 0.5e-3  # that a rank came later: on an H200 changing to another process takes 0.14 ms
+_LOOKS_OUT_S = 0.5e-3
 _JOINED = 256 << 20  # bytes of tensors that are copied to join them
 _TILE = 32 << 20  # bytes reduced at a time without a kernel of our own: its steps find them in the device's cache
+_BY_KERNEL = (torch.float32, torch.float16, torch.bfloat16)
 _LOOK_S, _LOOK_AGAIN_S = 0.001, 1.0  # whether another still writes; whether memory of mine is gone
 assert _WHERE.size <= EXTRA_LIMIT
 
@@ -384,12 +386,19 @@ class CudaSharedTransport(Transport):
             finally:
                 page.counters.publish(row, 0)
         try:
+            self._look_out()
             self._end(what)
         except BaseException as error:  # whatever happens, my memory is my own again after it
             page.give_up(error if isinstance(error, Exception) else PeerLost("interrupted"))
             while self.rank != self._writer and page.counters[row] and not page.has_died(self._writer):
                 time.sleep(_LOOK_S)
             raise
+
+    def _look_out(self) -> None:
+        """Look for the end of the writer's work for a while: to be woken up takes about as long as that."""
+        until = time.perf_counter() + _LOOKS_OUT_S
+        while self.rank != self._writer and not self._page.has_come(self._writer) and time.perf_counter() < until:
+            time.sleep(0)  # other threads run meanwhile
 
     def _end(self, what: str) -> None:
         """Phase 3."""
@@ -429,7 +438,7 @@ def reduce_lines(lines: Sequence[Tensor], op: Op, outs: Sequence[Tensor]) -> Non
     """Write the reduction of `lines`, taken in rank order, into each of `outs`, which may be the lines."""
     if not lines[0].numel():
         return
-    if lines[0].is_cuda and op in ("sum", "mean") and lines[0].dtype in (torch.float32, torch.float16, torch.bfloat16):
+    if lines[0].is_cuda and op in ("sum", "mean") and lines[0].dtype in _BY_KERNEL and _is_aligned((*lines, *outs)):
         try:
             from unisono.world.transports.reduce_triton import reduce_to_all
         except ImportError:
@@ -443,6 +452,10 @@ def reduce_lines(lines: Sequence[Tensor], op: Op, outs: Sequence[Tensor]) -> Non
         combine(values, op, targets[0])
         for target in targets[1:]:
             target.copy_(targets[0])
+
+
+def _is_aligned(lines: Sequence[Tensor]) -> bool:
+    return not any(line.data_ptr() % 16 for line in lines)
 
 
 def _pack(*sizes: Sequence[int]) -> bytes:

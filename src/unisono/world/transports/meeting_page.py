@@ -217,6 +217,10 @@ class MeetingPage:
         slot = _SLOTS + (self._round & 1) * _SLOT
         return [float(struct.unpack_from("d", self.memory, r * ROW + slot)[0]) for r in range(self.size)]
 
+    def has_come(self, rank: int) -> bool:
+        """Whether `rank` has come to the meeting that I have yet to come to."""
+        return not is_behind(self.counters[rank * ROW + _COUNT], self._round + 1)
+
     def await_counter(
         self, at: int, target: int, rank: int, what: str, on_missing: Callable[[int], None] | None = None
     ) -> None:

@@ -39,8 +39,8 @@ def measure(repeats: int) -> dict[str, float]:
     every = [list(range(world.size))]
     by_host = un.World(world.transport.split(every), device=world.device, hosts=world.hosts, name="host")
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    fast = world._operations.accelerated
-    found: dict[str, float] = {"maps": float(fast is not None and fast.name == "CUDA IPC")}
+    mapped = world._operations.accelerated
+    found: dict[str, float] = {"maps": float(mapped is not None and mapped.name == "CUDA IPC")}
     stream = torch.cuda.current_stream()
 
     def ended(run: Callable[[], Any]) -> Callable[[], None]:

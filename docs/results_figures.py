@@ -259,6 +259,20 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Ranks that share a GPU",
+        "`benchmarks/gpu_ipc.py`: an all-reduce between processes on one GPU, which map each other's tensors; the time "
+        "through host memory and gloo's over ours. A copy counts the bytes that it reads and writes; an all-reduce "
+        "reads and writes each rank's tensor once.",
+        ("gpu_ipc",),
+        (
+            faster(r"host_over_ipc_100mb_(\d)", "through host memory, 100 MB, {} ranks", 20),
+            faster(r"host_over_ipc_(1mb|4b)_(\d)", "through host memory, {}, {} ranks"),
+            faster(r"gloo_over_ipc_(100mb|1mb|4b)_(\d)", "gloo, {}, {} ranks"),
+            target(r"share_of_copy_(\d)", "share of a copy's bandwidth, 100 MB, {} ranks", "%", 0.5, more=True),
+            shown(r"share_of_copy_after_work_(\d)", "the same after kernels of every rank, {} ranks", "%"),
+        ),
+    ),
+    Section(
         "Tests on a GPU",
         "`make gpu`: the tests that need a CUDA device, in one line when all of their files have been run.",
         ("tests",),

@@ -45,6 +45,7 @@ BENCHMARKS = {  # with arguments that take a few minutes, and the minutes that t
     "step.py --gpu": 1.0,
     "step.py --gpt": 4.0,
     "learners.py --gpu": 1.0,
+    "gpu_ipc.py": 1.0,
     "zero.py --optimizer muon --gpu": 3.0,
     "checkpoints.py --gpu --layers 14 --repeats 2": 5.0,
     "gpu_offload.py --parts floors": 2.0,

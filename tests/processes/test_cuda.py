@@ -1,4 +1,4 @@
-"""CUDA tensors: through NCCL, through host memory where ranks share a device, and a world of one."""
+"""CUDA tensors: through NCCL, in memory of the device that ranks share, and a world of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def collectives() -> dict[str, object]:
-    world = un.join(device="cuda:0")  # one device for all ranks: NCCL refuses that, host memory serves
+    world = un.join(device="cuda:0")  # one device for all ranks: NCCL refuses that
     r, n = world.rank, world.size
     x = torch.full((300_001,), float(r + 1), device=world.device, dtype=torch.float64)
     mean = world.all_reduce(x.clone(), "mean").wait()

@@ -236,11 +236,21 @@ def test_a_gpu_that_torch_does_not_see_is_a_warning(tmp_path: Path) -> None:
 
 def test_nccl_is_judged_where_there_are_gpus() -> None:
     gpus, good = [{"name": "H1", "memory_bytes": 80 << 30}], {"seconds": 0.001, "bytes": 4 << 20, "ranks": 1}
-    fine = [{**each, "gpus": gpus, "NCCL": good} for each in answers()]
+    fine = [{**each, "gpus": gpus, "NCCL": good, "one GPU": good} for each in answers()]
     assert one(transports.judge_answers(fine), "NCCL").state == "ok"
     assert "as there is one GPU" in one(transports.judge_answers(fine), "NCCL").text
     broken = [fine[0], {**fine[1], "NCCL": {"error": "DistBackendError: unhandled system error"}}]
     assert states(transports.judge_answers(broken)) == {"NCCL": "bad"}
+
+
+def test_workers_that_cannot_share_a_gpu_are_told_what_happens_instead() -> None:
+    gpus, good = [{"name": "H1", "memory_bytes": 80 << 30}], {"seconds": 0.001, "bytes": 4 << 20, "ranks": 2}
+    refused = {"error": "NotShareable: rank 1: cuIpcOpenMemHandle: operation not permitted (800)"}
+    found = one(
+        transports.judge_answers([{**a, "gpus": gpus, "NCCL": good, "one GPU": refused} for a in answers()]), "one GPU"
+    )
+    assert found.state == "warn"
+    assert "through host memory" in found.advice
 
 
 LOST = WorkerError("worker 0 of 2 failed: ImportError", rank=0, exit_status=1, step=None, traceback="")

@@ -267,8 +267,8 @@ def test_counters_go_round_at_two_to_the_32() -> None:
         page.counters.publish(small._rows[world.rank], near)
         page.counters.publish(small._rows[world.rank] + 4, near - 16)
         for other in range(world.size):
-            page.counters.publish(direct._row(world.rank, other), near)
-            page.counters.publish(direct._row(other, world.rank) + 4, near)
+            page.counters.publish(direct.row(world.rank, other), near)
+            page.counters.publish(direct.row(other, world.rank) + 4, near)
         gate.wait()
         for i in range(40):
             assert world.all_reduce(torch.tensor([i + world.rank]), "sum").wait().item() == 2 * i + 1

@@ -150,8 +150,8 @@ class Operations:
         base = self.base
         route = Route(base) if like is None or not like.is_cuda else choose_route(base, self.accelerated, like)
 
-        if self._history is not None and self.accelerated is not None and route.transport is self.accelerated:
-            self._history.roll(record.signature)  # on GPUs ranks do not meet on the host
+        if self._history is not None and not route.transport.meets_on_host:
+            self._history.roll(record.signature)
 
         def job() -> T:
             doing = self._describe(record)
@@ -159,7 +159,8 @@ class Operations:
             if self._watchdog is not None:
                 self._watchdog.enter(doing, base.timeout_s)
             if queue == "main":
-                base.begin(record.sequence + 1, record.signature)
+                for transport in {base, route.transport}:
+                    transport.begin(record.sequence + 1, record.signature)
             record.start = self.ledger.clock()
             try:
                 with route.around():

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from unisono.world.elastic import Elastic
 from unisono.world.ledger import Ledger
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
 from unisono.world.transports import PeerLost, Transport
+from unisono.world.transports.liveness import identify_machine
 from unisono.world.transports.meeting_page import PAGE_NAME
 from unisono.world.world import World
 
@@ -114,10 +116,16 @@ def meet(device: str | torch.device | None = None) -> World:
 
 
 def _make_world(
-    transport: Transport, hosts: list[str], device: torch.device, *, name: str = "world", ledger: Ledger | None = None
+    transport: Transport,
+    hosts: list[str],
+    device: torch.device,
+    *,
+    name: str = "world",
+    ledger: Ledger | None = None,
+    check: Callable[[], None] | None = None,
 ) -> World:
-    """The world over a transport; CUDA tensors travel by NCCL if every rank has a device of its own."""
-    accelerated = _connect_nccl(transport, device) if _wants_nccl(transport, device) else None
+    """The world over a transport, and how its CUDA tensors travel."""
+    accelerated = _connect_devices(transport, device, hosts, check)
     return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name, ledger=ledger)
 
 
@@ -180,7 +188,7 @@ def _form_over_hosts(membership: HostsMembership, store: Store, given: Assignmen
     meeting = InterruptibleStore(PrefixStore(f"generation/{given.generation}", store), interruption)
     options: dict[str, Any] = {"timeout_s": read_timeout_s(), "interruption": interruption, "pids": given.pids}
     transport, hosts = connect(meeting, given.rank, given.size, **options)
-    return _make_world(transport, hosts, device, name=name)
+    return _make_world(transport, hosts, device, name=name, check=interruption.check)
 
 
 def _take_inherited_page() -> int | None:
@@ -318,23 +326,54 @@ def _await_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
 
 
 def accelerate(world: World, device: torch.device) -> None:
-    """Send CUDA tensors of `world` from device to device, if each rank has one of its own.
+    """Send CUDA tensors of `world` from device to device, if each rank has one of its own, or all the same one.
 
     Decided once: with the first CUDA tensor, when every rank has chosen its device. Every rank calls it alike.
     """
     if world.transport is not None and not world.is_device_known:
         world.is_device_known = True
-        if _wants_nccl(world.transport, device):
-            world.use_nccl(_connect_nccl(world.transport, device))
+        world.use_for_cuda(_connect_devices(world.transport, device, world.hosts))
 
 
-def _wants_nccl(transport: Transport, device: torch.device) -> bool:
-    """Whether every rank has a CUDA device of its own (NCCL refuses two ranks on one)."""
+def _connect_devices(
+    transport: Transport, device: torch.device, hosts: Sequence[str], check: Callable[[], None] | None = None
+) -> Transport | None:
+    """NCCL if every rank has a CUDA device of its own (it refuses two ranks on one), the device's memory if all share
+    one; None: through host memory."""
     import torch.distributed as dist
 
-    mine = f"{read_boot_id()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
-    every = transport.exchange(mine.encode())
-    return dist.is_nccl_available() and b"" not in every and len(set(every)) == len(every)
+    mine = ["", ""]
+    if device.type == "cuda":
+        mine = [
+            f"{read_boot_id()} {torch.cuda.get_device_properties(device).uuid}",
+            f"{identify_machine()} {os.getpid()}",
+        ]
+    told = [item.decode().split("\n") for item in transport.exchange("\n".join(mine).encode())]
+    devices, processes = {one for one, _ in told}, {other for _, other in told}
+    if "" in devices:
+        return None
+    if len(devices) == transport.size:
+        return _connect_nccl(transport, device) if dist.is_nccl_available() else None
+    one_place = len(devices) == len(set(hosts)) == 1 and len(processes) == transport.size
+    return _map_device(transport, device, check) if one_place else None
+
+
+def _map_device(transport: Transport, device: torch.device, check: Callable[[], None] | None) -> Transport | None:
+    """Ranks that share a device map each other's memory, where the system allows that."""
+    from unisono.world.transports.cuda_memory import CudaMemory, NotShareable
+    from unisono.world.transports.cuda_shared import CudaSharedTransport
+
+    try:
+        return CudaSharedTransport.connect(
+            transport, lambda: CudaMemory(device), timeout_s=read_timeout_s(), check=check
+        )
+    except NotShareable as error:
+        if transport.rank == 0:
+            warn_user(
+                f"CUDA tensors of the workers that share {device} pass through host memory, as they cannot map each "
+                f"other's device memory ({error}): `unisono doctor` tries it too, docs/transports.md says what it needs"
+            )
+        return None
 
 
 def _connect_nccl(transport: Transport, device: torch.device) -> Transport:

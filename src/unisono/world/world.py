@@ -176,8 +176,9 @@ class World:
 
     @property
     def has_nccl(self) -> bool:
-        """Whether CUDA tensors travel from device to device."""
-        return self._operations.accelerated is not None
+        """Whether CUDA tensors travel from device to device by NCCL."""
+        fast = self._operations.accelerated
+        return fast is not None and not fast.meets_on_host
 
     @property
     def reads_peers(self) -> bool:
@@ -191,7 +192,7 @@ class World:
         line gains nothing."""
         return self.transport is not None and self.transport.takes_parts
 
-    def use_nccl(self, transport: Transport) -> None:
+    def use_for_cuda(self, transport: Transport | None) -> None:
         """Send CUDA tensors over `transport` from now on."""
         self._operations.accelerated = transport
 
@@ -546,8 +547,9 @@ class World:
         """Tell the other ranks that this one leaves, also those that wait for it in worlds split from this one."""
         for child in list(self._children):
             child.abandon(why)
-        if self.transport is not None:
-            self.transport.abandon(why)
+        for transport in (self.transport, self._operations.accelerated):
+            if transport is not None:
+                transport.abandon(why)
 
     # Memory ----------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ FOR_USERS = {
     "UNISONO_LOG": "where metrics are sent: tensorboard, wandb, ...",
     "UNISONO_METHODS": "folders of the user's own methods, separated by colons",
     "UNISONO_NET": "link of an emulated host, such as 100mbit,20ms",
-    "UNISONO_PEER_MEMORY": "0: never read the private memory of other workers",
+    "UNISONO_PEER_MEMORY": "0: never read the private memory of other workers, on the host or on a GPU",
     "UNISONO_PORTS": "ports at which ranks and launchers may listen for other hosts, such as 40000-40100; default: any",
     "UNISONO_RUNS": "folder in which runs are recorded; off: record none",
     "UNISONO_SECRET": "secret of the run, which its store asks for",

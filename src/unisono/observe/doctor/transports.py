@@ -64,6 +64,7 @@ def try_transports() -> Answer:
     answer["backend"] = {"registered": "unisono" in torch.distributed.Backend.backend_list}
     gpus = [len(each) for each in world.gather_objects(answer["gpus"])]
     if min(gpus) > 0:
+        answer["one GPU"] = _try(lambda: _try_sharing(world.transport))
         answer["NCCL"] = _try(lambda: _try_nccl(world.transport, alone=min(gpus) < world.size))
     return answer
 
@@ -122,6 +123,20 @@ def _connect_sockets(transport: Transport | None, *, is_encrypted: bool = False)
     return found.connect_again(is_encrypted=True) if is_encrypted else found
 
 
+def _try_sharing(transport: Transport | None) -> Answer:
+    """All on the first device."""
+    import torch
+
+    from unisono.world.transports.cuda_memory import CudaMemory
+    from unisono.world.transports.cuda_shared import CudaSharedTransport
+
+    assert transport is not None
+    device = torch.device("cuda", 0)
+    with torch.cuda.device(device):
+        shared = CudaSharedTransport.connect(transport, lambda: CudaMemory(device), timeout_s=20)
+        return _measure(shared, "cuda")
+
+
 def _try_nccl(transport: Transport | None, *, alone: bool) -> Answer:
     """Between the first two devices; `alone`: there is one, so each rank tries it by itself."""
     import torch
@@ -163,6 +178,9 @@ def judge_answers(answers: Sequence[Answer], yama: Path = _YAMA, devices: Path =
         _judge_devices(answers[0], devices),
     ]
     if answers[0]["gpus"]:
+        advice = "workers that share a GPU exchange through host memory: run them in one container, or with --ipc=host "
+        advice += "and --pid=host; WSL and MIG slices do not allow it"
+        found.append(_judge(answers, "one GPU", advice, fatal=False))
         found.append(_judge(answers, "NCCL", "GPUs exchange over it: set NCCL_DEBUG=INFO for details"))
     return found
 

@@ -79,6 +79,7 @@ class Transport(ABC):
     name = "transport"
     rank: int
     size: int
+    meets_on_host = True  # a collective returns when all ranks have come; else a stream has its order and its result
     takes_parts = False  # an all-reduce of several large tensors works on them where they are, one after the other
     takes_cuda = False  # collectives work on CUDA tensors, in the order of the streams that are current in each rank
     reads_peers = False  # reductions of large private tensors read them where they are, not in memory of `empty`

@@ -1,5 +1,5 @@
-"""Which transport serves a CUDA tensor: NCCL on a stream of its own, the CPU transport through host memory, or that of
-ranks which are threads and share the device."""
+"""Which transport serves a CUDA tensor: NCCL on a stream of its own; memory that ranks on one device map; that of ranks
+which are threads and share the device; or the CPU transport, through host memory."""
 
 from __future__ import annotations
 
@@ -29,24 +29,33 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> Route:
     """The route of an operation on CUDA tensor `x`."""
+    here = torch.cuda.current_stream(x.device)
     ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(x.device))
+    are_threads = accelerated is None and base.takes_cuda
+    served = accelerated if accelerated is not None else base if are_threads else StagedTransport(base)
+    meets = served.meets_on_host and not are_threads
+    waits = not meets or not here.query()  # an event makes the device change between ranks that share it
+    if waits:
+        ready.record(here)
     stream = _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
-    if accelerated is None and not base.takes_cuda:
+    if meets:
 
         @contextmanager
         def synchronise() -> Iterator[None]:
-            ready.synchronize()
+            if waits and served is accelerated:
+                stream.wait_event(ready)  # it waits for its stream before the ranks meet
+            elif waits:
+                ready.synchronize()
             with torch.cuda.stream(stream):
                 yield
                 stream.synchronize()
 
-        return Route(StagedTransport(base), synchronise)
+        return Route(served, synchronise)
     done = torch.cuda.Event()
 
     @contextmanager
     def in_order() -> Iterator[None]:
-        used = stream if accelerated is not None else torch.cuda.current_stream(x.device)
+        used = torch.cuda.current_stream(x.device) if are_threads else stream
         used.wait_event(ready)
         with torch.cuda.stream(used):
             yield
@@ -60,7 +69,7 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
                 result.record_stream(here)  # its memory is another stream's: not to be given out while it is read here
         return value
 
-    return Route(accelerated or base, in_order, finish, at_once=accelerated is not None)
+    return Route(served, in_order, finish, at_once=not are_threads)
 
 
 class StagedTransport(Transport):

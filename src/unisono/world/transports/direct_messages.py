@@ -41,13 +41,13 @@ class DirectMessages:
 
     def has_room(self, dst: int, nbytes: int) -> bool:
         """Whether a message of so many bytes would be sent at once."""
-        row, counters = self._row(self.page.rank, dst), self.page.counters
+        row, counters = self.row(self.page.rank, dst), self.page.counters
         pieces = max(1, -(-nbytes // CHUNK))
         return not is_behind(counters[row + 4], counters[row] + pieces - DEPTH)
 
     def send(self, x: Tensor, dst: int, label: int = 0) -> None:
         """Send `x`'s bytes; blocks while there is no room."""
-        row = self._row(self.page.rank, dst)
+        row = self.row(self.page.rank, dst)
         data = x.view(torch.uint8)
         counters, what = self.page.counters, f"send to rank {dst}"
         for piece in _cut(data):
@@ -60,7 +60,7 @@ class DirectMessages:
 
     def has_message(self, src: int) -> bool:
         """Whether a piece from `src` waits to be taken."""
-        row = self._row(src, self.page.rank)
+        row = self.row(src, self.page.rank)
         return is_behind(self.page.counters[row + 4], self.page.counters[row])
 
     def recv(self, x: Tensor, src: int) -> None:
@@ -69,7 +69,7 @@ class DirectMessages:
 
     def recv_labelled(self, src: int, find: _Find) -> None:
         """Receive the next message into what `find(label, numel, dtype)` gives for it."""
-        row = self._row(src, self.page.rank)
+        row = self.row(src, self.page.rank)
         counters, what = self.page.counters, f"recv from rank {src}"
         self.page.await_counter(row, counters[row + 4] + 1, src, what)
         head, _ = self._slot(src, self.page.rank, counters[row + 4])
@@ -95,7 +95,8 @@ class DirectMessages:
             self._slots[key] = _HEAD.from_address(box.data_ptr()), box[32 : 32 + CHUNK]
         return self._slots[key]
 
-    def _row(self, src: int, dst: int) -> int:
+    def row(self, src: int, dst: int) -> int:
+        """Where the counters of messages from `src` to `dst` are: of pieces posted, and taken."""
         return self.page.pair_rows + (src * self.page.size + dst) * PAIR_BYTES
 
 

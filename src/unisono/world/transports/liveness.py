@@ -12,7 +12,7 @@ from unisono.launchers.runtime.machine import read_boot_id, read_namespaces
 from unisono.launchers.runtime.variables import read_host
 from unisono.world.transports import CallDescription, Mismatch, PeerLost, tell_at_exit
 from unisono.world.transports.connections import find_address, has_ended, limit_silence, probe
-from unisono.world.transports.meeting_page import ProcessWatch
+from unisono.world.transports.process_watch import ProcessWatch
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -15,6 +15,7 @@ from unisono.launchers.runtime.huge_pages import HUGE, fill_with_huge_pages, map
 from unisono.world.transports import Mismatch
 
 PAGE = mmap.PAGESIZE
+PEER_MEMORY = "UNISONO_PEER_MEMORY"  # "0": never
 _PR_SET_PTRACER = 0x59616D61
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 

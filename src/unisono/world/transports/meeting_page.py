@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import platform
-import select
 import struct
 import threading
 import time
@@ -41,6 +40,7 @@ from unisono.world.transports import (
 )
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.neighbour_stacks import BYTES, Neighbours
+from unisono.world.transports.process_watch import ProcessWatch
 
 PAGE_NAME = "unisono-meeting-page"  # launchers that make the page give it this name
 _FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(platform.machine())
@@ -144,35 +144,6 @@ def is_behind(counter: int, target: int) -> bool:
     return ((counter - target) & 0xFFFFFFFF) >= 0x80000000
 
 
-class ProcessWatch:
-    """Tells whether the processes of the other ranks are still alive."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self.pids = list(pids)
-        self._fds = [-1] * len(self.pids)
-        try:
-            for rank, pid in enumerate(self.pids):
-                if pid != os.getpid():
-                    self._fds[rank] = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self.close()
-            raise PeerLost(f"rank {rank} (process {pid}) has ended") from None
-
-    def has_died(self, rank: int) -> bool:
-        """Whether the process of `rank` is gone."""
-        if self._fds[rank] < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._fds[rank], select.POLLIN)
-        return bool(poll.poll(0))
-
-    def close(self) -> None:
-        for fd in self._fds:
-            if fd >= 0:
-                os.close(fd)
-        self._fds = [-1] * len(self._fds)
-
-
 class MeetingPage:
     """The meeting page of one group of processes on one host."""
 
@@ -239,8 +210,16 @@ class MeetingPage:
         """Wait until every rank has arrived as often as I have; when the last one did."""
         for rank in self.peers:
             self.await_counter(rank * ROW + _COUNT, self._round, rank, what, self.on_missing)
+        return max(self.read_arrivals())
+
+    def read_arrivals(self) -> list[float]:
+        """When every rank came to the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT
-        return float(max(struct.unpack_from("d", self.memory, r * ROW + slot)[0] for r in range(self.size)))
+        return [float(struct.unpack_from("d", self.memory, r * ROW + slot)[0]) for r in range(self.size)]
+
+    def has_come(self, rank: int) -> bool:
+        """Whether `rank` has come to the meeting that I have yet to come to."""
+        return not is_behind(self.counters[rank * ROW + _COUNT], self._round + 1)
 
     def await_counter(
         self, at: int, target: int, rank: int, what: str, on_missing: Callable[[int], None] | None = None
@@ -273,7 +252,7 @@ class MeetingPage:
         who = f"{self.noun} {rank}" + (f" (process {self._watch.pids[rank]})" if self._watch is not None else "")
         waited_s = time.perf_counter() - debug_pause.ended_s - began
         waited = f"waited {waited_s:.1f} s for it in {what}"
-        has_died = self._watch is not None and self._watch.has_died(rank)
+        has_died = self.has_died(rank)
         reason = self._read(rank * ROW + _REASON, rank * ROW + _WAITS)
         fence()
         if not is_behind(self.counters[at], target):  # it came before it left
@@ -294,6 +273,14 @@ class MeetingPage:
             raise self.give_up(
                 PeerLost(f"{what}: waited {self.timeout_s:g} s for {who} of {self.size}, which did not come: {why}")
             )
+
+    def has_died(self, rank: int) -> bool:
+        """Whether the process of `rank` is gone."""
+        return self._watch is not None and self._watch.has_died(rank)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether `rank` will not come to another meeting: its process is gone, or it has said so."""
+        return self.has_died(rank) or bool(self._read(rank * ROW + _REASON, rank * ROW + _WAITS))
 
     def lose(self, rank: int, what: str, why: str) -> Exception:
         """The error for `rank`, whose memory or messages failed: how it ended, if that shows within a moment."""

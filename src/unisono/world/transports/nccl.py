@@ -28,6 +28,7 @@ class NcclTransport(Transport):
     """One rank with a CUDA device of its own. Calls return at once; the current stream has the result."""
 
     name = "NCCL"
+    meets_on_host = False
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, *, timeout_s: float) -> None:
         self.rank, self.size, self._device = rank, size, device

@@ -18,14 +18,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from unisono.world.transports import (
-    DTYPE_CODES,
-    DTYPES,
     SMALL_BYTES,
     CallSignature,
     Mismatch,
@@ -36,12 +33,12 @@ from unisono.world.transports import (
 )
 from unisono.world.transports.arithmetic import SpareCores, combine, cut_share, cut_tiles
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
-from unisono.world.transports.mapped import MappedMemory, allow_reading, open_published, publish
-from unisono.world.transports.meeting_page import ITEM_LIMIT, OP_CODES, PAGE_NAME, MeetingPage, SmallAllReduce
+from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, allow_reading, open_published, publish
+from unisono.world.transports.meeting_page import ITEM_LIMIT, PAGE_NAME, MeetingPage, SmallAllReduce
+from unisono.world.transports.meeting_plans import check_signatures, meet_with_plan
 from unisono.world.transports.sent_sizes import WEIGHTS, describe_uneven, weigh_sizes
 from unisono.world.transports.stage import Stage, count_stage_bytes, cut_blocks
 
-PEER_MEMORY = "UNISONO_PEER_MEMORY"  # "0": never
 _READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together
 _BLOCK = 128 << 20  # bytes reduced before the ranks meet to read each other's results
 _MOST_PIECES, _MOST_BYTES = 1024, 1 << 30  # of memory, in one call of the kernel
@@ -51,8 +48,7 @@ if hasattr(_LIBC, "process_vm_readv"):
     _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
 PRIVATE_BYTES = 256 << 10  # from this size on private memory is read from the other processes, if possible
 _TILE = 256 << 10  # bytes of a rank reduced at a time in place: four ranks' fit into a core's second cache
-_HEAD = struct.Struct("BBHqiq")
-_PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do
+_MARK = b"exchange"  # how an item begins: what its rank came to do
 _INLINE = ITEM_LIMIT - len(_MARK) - 8  # bytes of an object that fit on the page itself
 
 _PRIVATE = (-1, 0)  # the place of memory that others do not see
@@ -259,7 +255,7 @@ class SharedTransport(Transport):
         if strays := [r for r, item in enumerate(found) if not item.startswith(_MARK)]:
             calls = self._page.exchange_descriptions(self.signature)
             raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective", calls=calls)
-        self._check_signatures("an exchange of objects or shapes")
+        check_signatures(self._page, "an exchange of objects or shapes")
         sizes = [struct.unpack_from("q", item, len(_MARK))[0] for item in found]
         if max(sizes) <= _INLINE:
             return [item[len(_MARK) + 8 :] for item in found]
@@ -341,37 +337,8 @@ class SharedTransport(Transport):
         self, what: str, op: Op, dtype: torch.dtype, count: int, place: tuple[int, int], *, same: bool = True
     ) -> tuple[list[tuple[int, ...]], float]:
         """Meet, and compare what each rank is about to do."""
-        kind = crc32(what.encode()) & 0xFFFF
-        self._page.arrive(_PLAN + _HEAD.pack(OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place))
-        last = self._page.await_all(what)
-        items = self._page.read_items()
-        heads = [_HEAD.unpack(i[4:]) if i.startswith(_PLAN) else (255, 0, 0, 0, -1, 0) for i in items]
-        keep = 4 if same else 3
-        numbers = self._page.read_sequences()
-        if any(head[:keep] != heads[0][:keep] for head in heads) or len(set(numbers)) > 1:
-            ops = list(OP_CODES)
-            each = [
-                f"rank {r} has {ops[h[0]] if h[0] < len(ops) else 'another operation'} of {h[3]} x {DTYPES[h[1]]}"
-                + ("" if h[2] == kind else " in another collective")
-                + ("" if len(set(numbers)) == 1 else f" as collective {numbers[r]}")
-                for r, h in enumerate(heads)
-            ]
-            calls = self._page.exchange_descriptions(self.signature)
-            raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each), calls=calls)
-        self._check_signatures(what)
+        heads, _, last = meet_with_plan(self._page, what, op, dtype, count, place, same=same)
         return heads, last
-
-    def _check_signatures(self, what: str) -> None:
-        """Compare what the ranks called, beyond its size, and where."""
-        signature = self.signature
-        if signature is None:
-            return
-        whats, wheres = self._page.read_signatures()
-        if whats.count(signature.what) != self.size and 0 not in whats:
-            calls = self._page.exchange_descriptions(signature)
-            each = "; ".join(f"rank {call.rank} has {call.text}" for call in calls)
-            raise Mismatch(f"{what}: the ranks disagree; {each}", calls=calls)
-        signature.check_places(wheres, lambda: self._page.exchange_descriptions(signature))
 
     def _check_small(self, rank: int) -> None:
         """Called for a rank that does not come: Mismatch if it has posted this collective as a small one."""

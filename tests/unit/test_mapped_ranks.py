@@ -1,0 +1,341 @@
+"""Ranks that map each other's memory, with host memory as the device's: every collective against PyTorch in fp64."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mapped_ranks import StandIn
+
+from unisono.world import Mismatch, PeerLost
+from unisono.world.transports import cuda_shared
+from unisono.world.transports.arithmetic import STEPS, check_op
+from unisono.world.transports.cuda_memory import NotShareable
+from unisono.world.transports.cuda_shared import CudaSharedTransport, reduce_lines
+from unisono.world.transports.meeting_page import PAGE_NAME
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
+DTYPES += [torch.bool, torch.complex64, torch.uint16, torch.uint64, torch.int8]
+
+
+def run_mapped(fn: Callable[[CudaSharedTransport, StandIn], Any], size: int, **how: Any) -> list[Any]:
+    """`fn(transport, memory)` on threads that talk as processes on one device do; errors are results."""
+    fd = os.memfd_create(PAGE_NAME)
+    results: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        memory = StandIn(refuses=how.get("refuses") == rank)
+        try:
+            transport = CudaSharedTransport(fd, rank, size, memory, timeout_s=how.get("timeout_s", 20.0))
+            results[rank] = fn(transport, memory)
+            transport.close()
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    os.close(fd)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def numbers(rank: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    whole = torch.randint(0, 2 if dtype == torch.bool else 6, (n,), generator=generator)
+    if dtype.is_floating_point or dtype.is_complex:
+        return (whole.double() - 2.5 + torch.rand(n, generator=generator, dtype=torch.float64)).to(dtype)
+    return whole.to(dtype)
+
+
+def lay(memory: StandIn, x: torch.Tensor, shareable: bool) -> torch.Tensor:
+    """`x`, in memory that others can map or not."""
+    if not shareable or not x.numel():
+        return x
+    line = memory.allocate(x.nbytes + 64)[64:].view(x.dtype)
+    line.copy_(x)
+    return line
+
+
+def reference(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    wide = torch.complex128 if parts[0].dtype.is_complex else torch.float64
+    is_whole = not parts[0].dtype.is_floating_point and not parts[0].dtype.is_complex
+    values = [p.to(torch.int64 if is_whole else wide) for p in parts]
+    total = values[0]
+    for value in values[1:]:
+        total = STEPS[op](total, value)
+    return total / len(parts) if op == "mean" else total
+
+
+def is_allowed(dtype: torch.dtype, op: str) -> bool:
+    try:
+        check_op(dtype, op)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def compare(found: torch.Tensor, right: torch.Tensor) -> None:
+    if found.dtype.is_floating_point or found.dtype.is_complex:
+        rough = 2e-2 if found.dtype.itemsize == 2 else 1e-5
+        torch.testing.assert_close(found, right.to(found.dtype), rtol=rough, atol=1e-3)
+    else:
+        whole = torch.uint8 if found.dtype == torch.bool else found.dtype
+        assert torch.equal(found.to(torch.int64), right.to(whole).to(torch.int64))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("shareable", [True, False])
+@pytest.mark.parametrize("n", [0, 5, 1000, 4099])
+def test_all_reduce_of_every_dtype(size: int, shareable: bool, n: int) -> None:
+    cases = [(dtype, op) for dtype in DTYPES for op in STEPS if is_allowed(dtype, op)]
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> list[torch.Tensor]:
+        found = []
+        for dtype, op in cases:
+            x = lay(memory, numbers(transport.rank, n, dtype), shareable)
+            transport.all_reduce([x], op)  # type: ignore[arg-type]
+            found.append(x.clone())
+        return found
+
+    every = run_mapped(work, size)
+    for i, (dtype, op) in enumerate(cases):
+        right = reference([numbers(r, n, dtype) for r in range(size)], op)
+        for found in every:
+            compare(found[i], right)
+            assert torch.equal(found[i].view(torch.uint8), every[0][i].view(torch.uint8))
+
+
+def test_what_needs_no_kernel_of_its_own_is_reduced_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_shared, "_TILE", 64)
+    lines = [numbers(r, 101, torch.float32) for r in range(3)]
+    right = reference(lines, "mean")
+    out = torch.empty(101)
+    reduce_lines(lines, "mean", [lines[1], out])
+    compare(lines[1], right)
+    assert torch.equal(lines[1], out)
+
+
+@pytest.mark.parametrize("joined", [1 << 20, 1024])
+@pytest.mark.parametrize("shareable", [True, False])
+def test_a_list_of_tensors_is_reduced_in_blocks(shareable: bool, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_shared, "_JOINED", joined)
+    counts = [3, 0, 700, 41]
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> list[torch.Tensor]:
+        parts = [lay(memory, numbers(transport.rank, n, torch.float32, seed=n), shareable) for n in counts]
+        transport.all_reduce(parts, "sum")
+        transport.all_reduce(parts[1:2], "sum")
+        transport.all_reduce([parts[1], parts[1]], "sum")
+        transport.broadcast(parts[2:], 1)
+        return [part.clone() for part in parts]
+
+    for found in run_mapped(work, 2):
+        for part, n in zip(found, counts, strict=True):
+            compare(part, reference([numbers(r, n, torch.float32, seed=n) for r in range(2)], "sum"))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("shareable", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_collectives(size: int, shareable: bool, dtype: torch.dtype) -> None:
+    counts = [7, 0, 300][:size]
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> dict[str, Any]:
+        rank, found = transport.rank, {}
+        whole = lay(memory, numbers(rank, sum(counts), dtype), shareable)
+        out = torch.empty(counts[rank], dtype=dtype)
+        transport.reduce_scatter(whole, counts, "max" if not dtype.is_complex else "sum", out)
+        found["reduce_scatter"] = out
+        outs = [torch.empty(10 * r, dtype=dtype) for r in range(size)]
+        transport.all_gather(lay(memory, numbers(rank, 10 * rank, dtype), shareable), outs)
+        found["all_gather"] = outs
+        sent = lay(memory, numbers(rank, 500, dtype), shareable)
+        transport.broadcast([sent], size - 1)
+        found["broadcast"] = sent.clone()
+        parts = [numbers(10 * rank + r, 3 * rank + 5 * r, dtype) for r in range(size)]
+        into = [torch.empty(3 * r + 5 * rank, dtype=dtype) for r in range(size)]
+        transport.all_to_all(parts, into)
+        found["all_to_all"] = into
+        return found
+
+    for rank, found in enumerate(run_mapped(work, size)):
+        start = sum(counts[:rank])
+        op = "max" if not dtype.is_complex else "sum"
+        right = reference([numbers(r, sum(counts), dtype) for r in range(size)], op)
+        compare(found["reduce_scatter"], right[start : start + counts[rank]])
+        for r in range(size):
+            assert torch.equal(found["all_gather"][r], numbers(r, 10 * r, dtype))
+            assert torch.equal(found["all_to_all"][r], numbers(10 * r + rank, 3 * r + 5 * rank, dtype))
+        assert torch.equal(found["broadcast"], numbers(size - 1, 500, dtype))
+
+
+@pytest.mark.parametrize("n", [0, 9, 1_000_000])
+@pytest.mark.parametrize("shareable", [True, False])
+def test_messages_of_any_size_go_both_ways(n: int, shareable: bool) -> None:
+    def work(transport: CudaSharedTransport, memory: StandIn) -> list[torch.Tensor]:
+        found = [torch.empty(n) for _ in range(3)]
+        other = 1 - transport.rank
+
+        def send() -> None:
+            for i in range(3):
+                transport.send(lay(memory, numbers(transport.rank, n, torch.float32, seed=i), shareable), other)
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        for x in found:
+            transport.recv(x, other)
+        sending.join()
+        return found
+
+    for rank, found in enumerate(run_mapped(work, 2)):
+        for i, x in enumerate(found):
+            assert torch.equal(x, numbers(1 - rank, n, torch.float32, seed=i))
+
+
+@pytest.mark.parametrize("n", [4, 500_000])
+def test_a_message_of_another_size_or_dtype_is_refused(n: int) -> None:
+    def work(transport: CudaSharedTransport, memory: StandIn) -> None:
+        if transport.rank == 0:
+            transport.send(torch.zeros(n), 1)
+            return
+        try:
+            transport.recv(torch.zeros(n, dtype=torch.int32), 0)
+        except Mismatch as error:
+            transport.abandon(error)
+            raise
+
+    _, error = run_mapped(work, 2)
+    assert isinstance(error, Mismatch)
+    assert "it sent" in str(error)
+
+
+def test_groups_have_a_transport_of_their_own() -> None:
+    def work(transport: CudaSharedTransport, memory: StandIn) -> list[float]:
+        child = transport.split([[0, 2], [1]])
+        x = torch.full((1000,), float(transport.rank))
+        if child.size > 1:
+            child.all_reduce([x], "sum")
+        child.close()
+        return x.unique().tolist()
+
+    assert run_mapped(work, 3) == [[2.0], [1.0], [2.0]]
+
+
+def test_an_allocation_is_mapped_once_and_given_back_when_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_shared, "_LOOK_AGAIN_S", 0.0)
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> tuple[int, int]:
+        before, first = memory.mapped, memory.allocate(4096)
+        for _ in range(3):
+            transport.all_reduce([first.view(torch.float32)], "sum")
+        once = memory.mapped - before
+        memory.lose(first)
+        before = memory.unmapped
+        transport.all_reduce([memory.allocate(4096).view(torch.float32)], "sum")
+        return once, memory.unmapped - before
+
+    assert run_mapped(work, 2) == [(1, 1), (1, 1)]
+
+
+def test_the_host_waits_for_the_device_before_each_meeting() -> None:
+    """What a rank tells the others to read is there, and what it has read has come."""
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> list[bool]:
+        page, seen = transport._page, []
+        arrive, settled = page.arrive, memory.settled
+
+        def watched(item: bytes = b"") -> None:
+            nonlocal settled
+            seen.append(memory.settled > settled)
+            settled = memory.settled
+            arrive(item)
+
+        page.arrive = watched  # type: ignore[method-assign]
+        x, outs = torch.zeros(1000), [torch.zeros(1000) for _ in range(2)]
+        transport.all_reduce([x], "sum")
+        transport.all_gather(x, outs)
+        transport.broadcast([x], 0)
+        transport.reduce_scatter(x, [500, 500], "sum", torch.zeros(500))
+        return seen
+
+    for seen in run_mapped(work, 2):
+        assert seen == [True] * 8
+
+
+def test_different_calls_are_refused_by_name() -> None:
+    def work(transport: CudaSharedTransport, memory: StandIn) -> None:
+        n = 1000 if transport.rank else 2000
+        transport.all_reduce([torch.zeros(n)], "sum")
+
+    for error in run_mapped(work, 2):
+        assert isinstance(error, Mismatch)
+        assert "rank 0 has sum of 2000" in str(error)
+
+
+def test_sizes_that_the_others_do_not_expect_are_refused() -> None:
+    def work(transport: CudaSharedTransport, memory: StandIn) -> None:
+        n = 6 if transport.rank else 5
+        transport.all_to_all([torch.zeros(5), torch.zeros(5)], [torch.zeros(n), torch.zeros(5)])
+
+    for error in run_mapped(work, 2):
+        assert isinstance(error, Mismatch)
+        assert "rank 0 sends 5 elements to rank 1, which expects 6" in str(error)
+
+
+def test_memory_that_cannot_be_mapped_is_found_out_at_the_start() -> None:
+    for error in run_mapped(lambda transport, memory: None, 3, refuses=1):
+        assert isinstance(error, NotShareable | PeerLost)
+        assert "mapped" in str(error) or "closed" in str(error)
+
+
+def test_nobody_writes_to_a_rank_that_has_left() -> None:
+    """It may be using its memory for something else."""
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> list[float]:
+        x = lay(memory, torch.full((1000,), 1.0 + transport.rank), True)
+        if transport.rank:
+            transport._announce("all_reduce", "sum", x)
+            transport.abandon(PeerLost("enough"))
+            time.sleep(0.3)
+            return x.unique().tolist()
+        time.sleep(0.1)
+        mine, lines, _ = transport._announce("all_reduce", "sum", x)
+        time.sleep(0.1)
+        with pytest.raises(PeerLost):
+            transport._write("all_reduce", lambda: reduce_lines(lines, "sum", lines))
+        return mine.unique().tolist()
+
+    assert run_mapped(work, 2) == [[1.0], [2.0]]
+
+
+def test_a_rank_that_gives_up_waits_for_who_writes_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[float] = []
+
+    def slowly(lines: Any, op: Any, outs: Any) -> None:
+        time.sleep(0.5)
+        ended.append(time.monotonic())
+
+    monkeypatch.setattr(cuda_shared, "reduce_lines", slowly)
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> float:
+        x = lay(memory, torch.ones(1000), True)
+        if transport.rank == 2:
+            transport._announce("all_reduce", "sum", x)
+            time.sleep(0.1)
+            transport.abandon(PeerLost("enough"))
+            return 0.0
+        time.sleep(0.2 if transport.rank == 0 else 0.0)  # the last one writes
+        with pytest.raises(PeerLost):
+            transport.all_reduce([x], "sum")
+        return time.monotonic()
+
+    found = run_mapped(work, 3)
+    assert found[1] >= ended[0]

@@ -62,9 +62,17 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
     return 0
 
 
-# What training needs: torch, what optimizers import at their first use, and all that `unisono` exports. Names, as it is
-# the workers that use these, not this program.
-_PRELOADED = ("unisono", "numpy", "torch", "torch._dynamo", "cloudpickle", "unisono.launchers.worker.program")
+# What training needs: torch, what optimizers import at their first use, all that `unisono` exports, and what workers on
+# one host meet by (the others wait for one that joins). Names, as it is the workers that use these, not this program.
+_PRELOADED = (
+    "unisono",
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "cloudpickle",
+    "unisono.launchers.worker.program",
+    "unisono.world.transports.shared",
+)
 _LATER = (
     "huggingface",
     "keras",

@@ -35,7 +35,7 @@ class RandomPlaces:
         which, j, lengths, starts = self._table
         drawn = [draw_map(seed, step, name, n) for name, n in zip(self._names, self._lengths, strict=True)]
         maps = torch.tensor(drawn, dtype=torch.int64).view(-1, 2).t().contiguous().to(self._device, non_blocking=True)
-        a, b = (one.index_select(0, which) for one in maps)  # of both at once, a GPU takes ten times as long
+        a, b = [one.index_select(0, which) for one in maps.unbind()]  # both at once take a GPU ten times as long
         return (a * j).add_(b).remainder_(lengths).add_(starts)
 
 

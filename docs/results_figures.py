@@ -252,6 +252,8 @@ SECTIONS = (
         (
             *(adds(POWERSGD, "{} rank {}", *where, against=r"torch_hook_r\2_adds_ms") for where in (HOST, GPU)),
             *(adds(r"(bf16|topk|nuqsgd|bytegrad|signsgd|onebit)_adds_ms", "{}", *where) for where in (HOST, GPU)),
+            adds(r"(fp16|randomk|error_feedback_nuqsgd|masked_powersgd|accordion_powersgd)_adds_ms", "{}", ".*", 2.0,
+                 "tensors and what is kept of them are copied together and back"),
             shown(r"(ddp)_adds_ms", "plain {}", "ms"),
             Figure(r"topk_1pct_124m_ms", "1 % of 124 M values selected and packed", "ms", more=False,
                    against="torch_topk_ms", other="torch.topk"),

@@ -14,8 +14,8 @@ from unisono.methods.kernels.lowrank import Factors
 
 MOST = 16  # columns that fit into the registers of a program
 _ROWS = 8  # of a matrix that one program of `multiply_left` multiplies
-_SPLIT = 128  # rows that one program of `multiply_right` sums; the sums are added up after, always in one order
-_TILE, _TALL = (16, 256), 4  # of a matrix that a program of `finish` writes at a time; so many below each other
+_SPLIT = 256  # rows that one program of `multiply_right` sums; the sums are added up after, always in one order
+_TILE = (16, 256)  # of a matrix that one program of `finish` writes
 _COPY = 2048  # numbers that are only moved, in a program
 _FIELDS = tl.constexpr(7)
 _SHIFT = tl.constexpr(1e-12)
@@ -38,8 +38,7 @@ class _Tables:
             left += [[i, a] for a in range(0, m.rows, _ROWS)]
             right += [[i, a, b] for a in range(0, m.rows, _SPLIT) for b in range(0, m.columns, _columns(self.rank))]
             gather += [[i, a] for a in range(0, m.rank * m.columns, 256)]
-            tall = range(0, m.rows, _TALL * _TILE[0])
-            finish += [[i, a, b] for a in tall for b in range(0, m.columns, _TILE[1])]
+            finish += [[i, a, b] for a in range(0, m.rows, _TILE[0]) for b in range(0, m.columns, _TILE[1])]
         for start, length in layout.rest:
             left += [[len(rows), a] for a in range(0, length, _COPY)]
             finish += [[len(rows), a, 0] for a in range(0, length, _COPY)]
@@ -126,7 +125,7 @@ def finish(
     apart = flat.dtype != p.dtype
     e, new = flat if residual is None else residual, flat if after is None else after
     tensors = (flat, e, new, p, mine, q, rest, kept, overflow, tables.rows, tables.finish)
-    tables.run(_finish, len(tables.finish), tensors, tables.rank, *_TILE, _TALL, _COPY, after is not None, apart)
+    tables.run(_finish, len(tables.finish), tensors, tables.rank, *_TILE, _COPY, after is not None, apart)
 
 
 # Kernels -----------------------------------------------------------------------------------------------------
@@ -213,10 +212,10 @@ def _gather(partial, q, matrices, work, SPLIT: tl.constexpr, B: tl.constexpr):
 @triton.jit
 def _finish(
     flat, residual, after, p, mine, q, rest, kept, overflow, matrices, work,
-    R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr, COPY: tl.constexpr,
+    R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COPY: tl.constexpr,
     KEPT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the mean P Q^T, and of the residual that follows, M - P mine^T; or a part of the rest; or of Q, where
+    """A tile of the mean P Q^T, and of the residual that follows, M - P mine^T; or a part of the rest; or of Q, where
     nothing overflowed."""
     item = work + 3 * tl.program_id(0)
     m = matrices + _FIELDS * tl.load(item)
@@ -233,25 +232,23 @@ def _finish(
     p += tl.load(m + 4)
     mine += tl.load(m + 5)
     q += tl.load(m + 5)
-    first, column = tl.load(item + 1), tl.load(item + 2) + tl.arange(0, COLUMNS)
-    for step in range(0, TALL * ROWS, ROWS):
-        row = first + step + tl.arange(0, ROWS)
-        inside = (row < n)[:, None] & (column < columns)[None, :]
-        at = start + row[:, None] * columns + column[None, :]
-        mean = tl.zeros([ROWS, COLUMNS], tl.float32)
-        sent = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for j in tl.static_range(R):
-            left = tl.load(p + j * n + row, row < tl.where(rank > j, n, 0), 0.0)[:, None]
-            here = column < tl.where(rank > j, columns, 0)
-            mean += left * tl.load(q + j * columns + column, here, 0.0)[None, :]
-            if KEPT:
-                sent += left * tl.load(mine + j * columns + column, here, 0.0)[None, :]
+    row, column = tl.load(item + 1) + tl.arange(0, ROWS), tl.load(item + 2) + tl.arange(0, COLUMNS)
+    inside = (row < n)[:, None] & (column < columns)[None, :]
+    at = start + row[:, None] * columns + column[None, :]
+    mean = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sent = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for j in tl.static_range(R):
+        left = tl.load(p + j * n + row, row < tl.where(rank > j, n, 0), 0.0)[:, None]
+        here = column < tl.where(rank > j, columns, 0)
+        mean += left * tl.load(q + j * columns + column, here, 0.0)[None, :]
         if KEPT:
-            x = tl.load(flat + at, inside, 0.0).to(tl.float32)
-            if APART:
-                x += tl.load(residual + at, inside, 0.0)
-            tl.store(after + at, x - sent, inside)
-        tl.store(flat + at, mean.to(flat.dtype.element_ty), inside)
+            sent += left * tl.load(mine + j * columns + column, here, 0.0)[None, :]
+    if KEPT:
+        x = tl.load(flat + at, inside, 0.0).to(tl.float32)
+        if APART:
+            x += tl.load(residual + at, inside, 0.0)
+        tl.store(after + at, x - sent, inside)
+    tl.store(flat + at, mean.to(flat.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -92,11 +92,6 @@ def narrow_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isinf(), x, x.clamp(-most, most)).to(dtype)
 
 
-def pick(line: Tensor, places: Tensor) -> Tensor:
-    """The numbers at some places of a line."""
-    return line.take(places) if line.is_cuda else line.index_select(0, places)  # each is many times slower on the other
-
-
 def spread(total: Tensor, values: Tensor, indices: Tensor, ranks: int, flag: Tensor, *, first: bool) -> None:
     """Add 1/ranks of a rank's values to `total` at their places; the first rank's are written there, over zeros.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.methods.kernels.select import count_kept, find_largest_of_rows, narrow_to, pick
+from unisono.methods.kernels.select import count_kept, find_largest_of_rows, narrow_to
 
 
 class Piece(NamedTuple):
@@ -74,7 +74,7 @@ class SparseSets:
         they are travel in `dtype`."""
         inside = self._select(line)
         places = inside + self._find_starts()
-        picked = pick(line, places)
+        picked = line.index_select(0, places)
         if self._bits is None:
             values = narrow_to(picked, dtype)
             packed = pack(inside, self._place_bits)

@@ -15,7 +15,6 @@ from torch import Tensor
 from unisono.methods.buckets import Bucket
 from unisono.methods.checks import Range, validate
 from unisono.methods.facts import Convergence, Example, Facts
-from unisono.methods.kernels.select import pick
 from unisono.methods.kernels.sets import SparseSets, cut
 from unisono.methods.reducer import Reducer
 from unisono.methods.reducers._chunked import Chunk, ValueBits, build_sparse, check_count, count_chunked
@@ -87,7 +86,7 @@ class _Drawn:
 
     def enter(self, line: Tensor, step: int) -> Tensor:
         low, high = torch.aminmax(line) if len(line) else (line.new_zeros(()), line.new_zeros(()))
-        return pick(line, self._places.draw(self._seed, step)) + (low * 0 + high * 0)  # an overflow shows
+        return line.index_select(0, self._places.draw(self._seed, step)) + (low * 0 + high * 0)  # an overflow shows
 
     def leave(self, numbers: Tensor, step: int) -> Tensor:
         return numbers.new_zeros(self._numel).index_copy_(0, self._places.draw(self._seed, step), numbers)

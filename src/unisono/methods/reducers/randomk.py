@@ -15,7 +15,7 @@ from torch import Tensor
 from unisono.methods.buckets import Bucket
 from unisono.methods.checks import Range, validate
 from unisono.methods.facts import Convergence, Example, Facts, Sizes
-from unisono.methods.kernels.select import fold, narrow_to, pick
+from unisono.methods.kernels.select import fold, narrow_to
 from unisono.methods.reducer import (
     Reduced,
     Reducer,
@@ -132,7 +132,7 @@ class _Workspace:
         if kept is not None:
             p = kept
             fold(bucket.flat, state["residual"], p)
-        picked = torch.cat([pick(p, places), *self._dense.views(p)])
+        picked = torch.cat([p.index_select(0, places), *self._dense.views(p)])
         sent = narrow_to(picked, bucket.dtype)
         if len(places):
             low, high = torch.aminmax(p)

@@ -35,6 +35,8 @@ class Segment(NamedTuple):
 class Memory(Protocol):
     """What ranks that see each other's memory ask of it; that of a device is filled while the host goes on."""
 
+    device: torch.device
+
     def settle(self) -> None:
         """Wait until what this thread has asked for has been done."""
 

@@ -32,11 +32,13 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
     """The route of an operation on CUDA tensor `x`."""
     here = torch.cuda.current_stream(x.device)
     ready = torch.cuda.Event()
+    if accelerated is not None and not accelerated.serves(x.device):
+        accelerated = None
     served = StagedTransport(base) if accelerated is None else accelerated
     waits = not served.meets_on_host or not here.query()  # an event makes the device change between ranks that share it
     if waits:
         ready.record(here)
-    stream = _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
+    stream = _streams.get(x.device.index) or _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
     if served.meets_on_host:
 
         @contextmanager

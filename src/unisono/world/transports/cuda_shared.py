@@ -117,7 +117,7 @@ class CudaSharedTransport(Transport):
             if not why:
                 found = memory()
                 fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if base.rank == 0 else -1
-        except (NotShareable, RuntimeError, OSError) as error:
+        except (RuntimeError, OSError) as error:
             why = str(error)
         address = base.exchange(publish(fd).encode() if fd >= 0 else b"")[0].decode()
         try:
@@ -142,14 +142,14 @@ class CudaSharedTransport(Transport):
             word.copy_(torch.tensor([self.rank + 1] * 8, dtype=torch.uint8))
             self._memory.settle()
             told = self._describe(word, self._memory.find(word, {}))
-        except (NotShareable, RuntimeError) as error:
+        except RuntimeError as error:
             why = str(error)
         items = self._page.meet(told, "mapping memory")
         try:
             for r in self._page.peers if all(items) else ():
                 if self._view(r, items[r], 8, torch.uint8).tolist() != [r + 1] * 8:
                     raise NotShareable(f"the memory of rank {r} has other numbers here")
-        except (NotShareable, RuntimeError) as error:
+        except RuntimeError as error:
             why = str(error)
         for rank in range(self.size):
             self._unmap(rank)
@@ -157,6 +157,9 @@ class CudaSharedTransport(Transport):
         if any(reasons):
             each = (f"rank {r}: {reason.decode()}" for r, reason in enumerate(reasons) if reason)
             raise NotShareable("; ".join(each))
+
+    def serves(self, device: torch.device) -> bool:
+        return device == self._memory.device
 
     def begin(self, sequence: int, signature: CallSignature | None) -> None:
         self.sequence = self._page.sequence = sequence
@@ -343,7 +346,7 @@ class CudaSharedTransport(Transport):
         if number not in self._theirs[rank]:
             try:
                 self._theirs[rank][number] = self._memory.map(handle, nbytes)
-            except NotShareable as error:
+            except RuntimeError as error:
                 raise self._page.lose(rank, "mapping memory", f"its memory cannot be mapped ({error})") from error
         return self._theirs[rank][number][offset : offset + count * dtype.itemsize].view(dtype)
 

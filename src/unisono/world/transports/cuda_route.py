@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.background import Wakes
 from unisono.world.transports import Op, Transport
 
 
@@ -23,6 +24,7 @@ class Route:
     finish: Callable[[Any], Any] | None = (
         None  # set if the host returns at once: the stream keeps the operations' order
     )
+    wakes: Wakes = True  # as SerialQueue.submit takes it
 
 
 _streams: dict[int, torch.cuda.Stream] = {}
@@ -51,7 +53,7 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
                 yield
                 stream.synchronize()
 
-        return Route(served, synchronise)
+        return Route(served, synchronise, wakes="soon" if served is accelerated else True)
     done = torch.cuda.Event()
 
     @contextmanager

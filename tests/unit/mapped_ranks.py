@@ -16,6 +16,8 @@ class StandIn:
     """Memory as `CudaMemory` gives it: files in memory that are mapped whole. Only its own can be mapped by others, and
     what `lose` was told of is gone."""
 
+    device = torch.device("cpu")
+
     def __init__(self, *, refuses: bool = False) -> None:
         self.refuses = refuses
         self.made: dict[int, Segment] = {}  # by the address of its storage

@@ -6,14 +6,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from mapped_ranks import StandIn
 
-from unisono.world import Mismatch, PeerLost
-from unisono.world.transports import cuda_shared
+from unisono.world import Mismatch, PeerLost, rendezvous
+from unisono.world.transports import cuda_memory, cuda_shared
 from unisono.world.transports.arithmetic import STEPS, check_op
 from unisono.world.transports.cuda_memory import NotShareable
 from unisono.world.transports.cuda_shared import CudaSharedTransport, reduce_lines
@@ -339,3 +340,51 @@ def test_a_rank_that_gives_up_waits_for_who_writes_to_its_memory(monkeypatch: py
 
     found = run_mapped(work, 3)
     assert found[1] >= ended[0]
+
+
+# Which way CUDA tensors travel -------------------------------------------------------------------------------
+
+
+class Told:
+    """A transport of which one rank is here; the others tell what they are said to."""
+
+    def __init__(self, devices: str, processes: str) -> None:
+        self.rank, self.size, self._devices, self._processes = 0, len(devices), devices, processes
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        return [f"{a.strip()}\n{b}".encode() for a, b in zip(self._devices, self._processes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "processes", "hosts", "way"),
+    [
+        ("AB", "12", ["a", "a"], "NCCL"),
+        ("AAA", "123", ["a", "a", "a"], "mapped"),
+        ("AAB", "123", ["a", "a", "a"], None),  # some share a device, some do not
+        ("AA", "11", ["a", "a"], None),  # threads of one process
+        ("AA", "12", ["a", "b"], None),  # emulated hosts
+        ("A ", "12", ["a", "a"], None),  # one trains on the CPU
+    ],
+)
+def test_ranks_that_all_share_a_device_map_its_memory(
+    devices: str, processes: str, hosts: list[str], way: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="A"))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(rendezvous, "_connect_nccl", lambda *_: "NCCL")
+    monkeypatch.setattr(rendezvous, "_map_device", lambda *_: "mapped")
+    transport: Any = Told(devices, processes)
+    assert rendezvous._connect_devices(transport, torch.device("cuda", 0), hosts) == way
+
+
+def refuse(device: torch.device) -> StandIn:
+    raise NotShareable("cuIpcOpenMemHandle: operation not supported (801)")
+
+
+def test_where_mapping_is_refused_the_first_rank_says_what_happens_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_memory, "CudaMemory", refuse)
+    transport: Any = SimpleNamespace(rank=0, size=1, exchange=lambda data: [data])
+    with pytest.warns(UserWarning, match=r"pass through host memory.*operation not supported"):
+        assert rendezvous._map_device(transport, torch.device("cuda", 0), None) is None
+    monkeypatch.setenv("UNISONO_PEER_MEMORY", "0")
+    assert rendezvous._map_device(transport, torch.device("cuda", 0), None) is None

@@ -187,7 +187,7 @@ class Operations:
             value = job()
             self._record_blocked(record.start, record.end)
             return Handle.of(finish(value))
-        handle = self._queue(queue).submit(job)
+        handle = self._queue(queue).submit(job, wakes=route.wakes if queue == "main" else True)
 
         def wait() -> T:
             began = self.ledger.clock()

@@ -25,6 +25,7 @@ from unisono.world.ledger import Ledger
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
 from unisono.world.transports import PeerLost, Transport
 from unisono.world.transports.liveness import identify_machine
+from unisono.world.transports.mapped import PEER_MEMORY
 from unisono.world.transports.meeting_page import PAGE_NAME
 from unisono.world.world import World
 
@@ -368,7 +369,7 @@ def _map_device(transport: Transport, device: torch.device, check: Callable[[], 
             transport, lambda: CudaMemory(device), timeout_s=read_timeout_s(), check=check
         )
     except NotShareable as error:
-        if transport.rank == 0:
+        if transport.rank == 0 and os.environ.get(PEER_MEMORY) != "0":
             warn_user(
                 f"CUDA tensors of the workers that share {device} pass through host memory, as they cannot map each "
                 f"other's device memory ({error}): `unisono doctor` tries it too, docs/transports.md says what it needs"

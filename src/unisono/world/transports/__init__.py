@@ -97,6 +97,10 @@ class Transport(ABC):
         """The same ranks over further connections between hosts, encrypted or not; None if there are none to make."""
         return None
 
+    def serves(self, device: torch.device) -> bool:
+        """Whether it moves tensors of this device."""
+        return True
+
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         """Replace `parts` by their reduction over the ranks."""

@@ -35,6 +35,8 @@ class Segment(NamedTuple):
 class Memory(Protocol):
     """What ranks that see each other's memory ask of it; that of a device is filled while the host goes on."""
 
+    device: torch.device
+
     def settle(self) -> None:
         """Wait until what this thread has asked for has been done."""
 
@@ -86,13 +88,13 @@ class CudaMemory:
     own; expandable segments cannot be mapped."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         torch.cuda.init()
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         try:
             self.driver: Any = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise NotShareable(f"the driver's library cannot be loaded: {error}") from error
-        number = self.ask("cuDeviceGet", ctypes.c_int(), ctypes.c_int(torch.device(device).index or 0))
+        number = self.ask("cuDeviceGet", ctypes.c_int(), ctypes.c_int(self.device.index))
         self._context = ctypes.c_void_p(self.ask("cuDevicePrimaryCtxRetain", ctypes.c_void_p(), ctypes.c_int(number)))
 
     def settle(self) -> None:

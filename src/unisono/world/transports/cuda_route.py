@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.background import Wakes
 from unisono.world.transports import Op, Transport
 
 
@@ -22,6 +23,7 @@ class Route:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     finish: Callable[[Any], Any] | None = None  # set if the device may still be at work when the host goes on
     at_once: bool = False  # the host does not wait for other ranks: the stream keeps the operations' order
+    wakes: Wakes = True  # as SerialQueue.submit takes it
 
 
 _streams: dict[int, torch.cuda.Stream] = {}
@@ -31,13 +33,15 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
     """The route of an operation on CUDA tensor `x`."""
     here = torch.cuda.current_stream(x.device)
     ready = torch.cuda.Event()
+    if accelerated is not None and not accelerated.serves(x.device):
+        accelerated = None
     are_threads = accelerated is None and base.takes_cuda
     served = accelerated if accelerated is not None else base if are_threads else StagedTransport(base)
     meets = served.meets_on_host and not are_threads
     waits = not meets or not here.query()  # an event makes the device change between ranks that share it
     if waits:
         ready.record(here)
-    stream = _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
+    stream = _streams.get(x.device.index) or _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
     if meets:
 
         @contextmanager
@@ -50,7 +54,7 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
                 yield
                 stream.synchronize()
 
-        return Route(served, synchronise)
+        return Route(served, synchronise, wakes="soon" if served is accelerated else True)
     done = torch.cuda.Event()
 
     @contextmanager

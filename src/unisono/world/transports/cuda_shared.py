@@ -51,7 +51,7 @@ _LENGTH = struct.Struct("=q")
 _MOST_SEGMENTS = 256  # of mine that others keep mapped
 _SMALL_MESSAGE = 1 << 20  # bytes: up to here a message goes through the host, and its sender does not wait
 _CLEARLY_S = 0.5e-3  # that a rank came later: on an H200 changing to another process takes 0.14 ms
-_LOOKS_OUT_S = 0.5e-3
+_LOOKS = 8  # before a rank sleeps, some 0.3 ms: to be woken up takes as long as most of what is waited for here
 _JOINED = 256 << 20  # bytes of tensors that are copied to join them
 _TILE = 32 << 20  # bytes reduced at a time without a kernel of our own: its steps find them in the device's cache
 _BY_KERNEL = (torch.float32, torch.float16, torch.bfloat16)
@@ -81,6 +81,7 @@ class CudaSharedTransport(Transport):
         self.rank, self.size, self.timeout_s, self._check = rank, size, timeout_s, check
         spin = size <= len(os.sched_getaffinity(0))
         self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, check=check)
+        self._page.looks = _LOOKS
         boxes = MappedMemory(count_outbox_bytes(size), rank, lambda mine: self._page.meet(mine, "sharing memory"))
         self._direct = DirectMessages(self._page, boxes.ranks)
         self._memory = memory
@@ -117,7 +118,7 @@ class CudaSharedTransport(Transport):
             if not why:
                 found = memory()
                 fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if base.rank == 0 else -1
-        except (NotShareable, RuntimeError, OSError) as error:
+        except (RuntimeError, OSError) as error:
             why = str(error)
         address = base.exchange(publish(fd).encode() if fd >= 0 else b"")[0].decode()
         try:
@@ -142,14 +143,14 @@ class CudaSharedTransport(Transport):
             word.copy_(torch.tensor([self.rank + 1] * 8, dtype=torch.uint8))
             self._memory.settle()
             told = self._describe(word, self._memory.find(word, {}))
-        except (NotShareable, RuntimeError) as error:
+        except RuntimeError as error:
             why = str(error)
         items = self._page.meet(told, "mapping memory")
         try:
             for r in self._page.peers if all(items) else ():
                 if self._view(r, items[r], 8, torch.uint8).tolist() != [r + 1] * 8:
                     raise NotShareable(f"the memory of rank {r} has other numbers here")
-        except (NotShareable, RuntimeError) as error:
+        except RuntimeError as error:
             why = str(error)
         for rank in range(self.size):
             self._unmap(rank)
@@ -157,6 +158,9 @@ class CudaSharedTransport(Transport):
         if any(reasons):
             each = (f"rank {r}: {reason.decode()}" for r, reason in enumerate(reasons) if reason)
             raise NotShareable("; ".join(each))
+
+    def serves(self, device: torch.device) -> bool:
+        return device == self._memory.device
 
     def begin(self, sequence: int, signature: CallSignature | None) -> None:
         self.sequence = self._page.sequence = sequence
@@ -343,7 +347,7 @@ class CudaSharedTransport(Transport):
         if number not in self._theirs[rank]:
             try:
                 self._theirs[rank][number] = self._memory.map(handle, nbytes)
-            except NotShareable as error:
+            except RuntimeError as error:
                 raise self._page.lose(rank, "mapping memory", f"its memory cannot be mapped ({error})") from error
         return self._theirs[rank][number][offset : offset + count * dtype.itemsize].view(dtype)
 
@@ -386,19 +390,12 @@ class CudaSharedTransport(Transport):
             finally:
                 page.counters.publish(row, 0)
         try:
-            self._look_out()
             self._end(what)
         except BaseException as error:  # whatever happens, my memory is my own again after it
             page.give_up(error if isinstance(error, Exception) else PeerLost("interrupted"))
             while self.rank != self._writer and page.counters[row] and not page.has_died(self._writer):
                 time.sleep(_LOOK_S)
             raise
-
-    def _look_out(self) -> None:
-        """Look for the end of the writer's work for a while: to be woken up takes about as long as that."""
-        until = time.perf_counter() + _LOOKS_OUT_S
-        while self.rank != self._writer and not self._page.has_come(self._writer) and time.perf_counter() < until:
-            time.sleep(0)  # other threads run meanwhile
 
     def _end(self, what: str) -> None:
         """Phase 3."""

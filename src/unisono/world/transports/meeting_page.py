@@ -161,6 +161,7 @@ class MeetingPage:
         """`fd` is a memfd that all share. `pids`: every rank's process, if known: one that dies before it
         comes is noticed then. `check`: raises PeerLost where waiting is to end."""
         self.rank, self.size, self.spin = rank, size, spin
+        self.looks = 1  # of `SPINS` each, before this rank sleeps
         self.noun = "rank"  # what the others here are called
         self.small_rows = [size * ROW + r * _SMALL_ROW for r in range(size)]
         self.pair_rows = size * (ROW + _SMALL_ROW)
@@ -217,16 +218,21 @@ class MeetingPage:
         slot = _SLOTS + (self._round & 1) * _SLOT
         return [float(struct.unpack_from("d", self.memory, r * ROW + slot)[0]) for r in range(self.size)]
 
-    def has_come(self, rank: int) -> bool:
-        """Whether `rank` has come to the meeting that I have yet to come to."""
-        return not is_behind(self.counters[rank * ROW + _COUNT], self._round + 1)
+    def _look(self, at: int, target: int) -> bool:
+        """Look for a while whether the counter `at` has reached `target`."""
+        for i in range(self.looks):
+            if i:
+                os.sched_yield()  # other threads of this process run
+            if self.counters.spin(at, target):
+                return True
+        return False
 
     def await_counter(
         self, at: int, target: int, rank: int, what: str, on_missing: Callable[[int], None] | None = None
     ) -> None:
         """Wait until the counter `at`, which `rank` advances, has reached `target`."""
         counters = self.counters
-        if not is_behind(counters[at], target) or (self.spin and counters.spin(at, target)):
+        if not is_behind(counters[at], target) or (self.spin and self._look(at, target)):
             fence()
             return
         began, wait, early = time.perf_counter() - debug_pause.ended_s, None, 4

@@ -147,7 +147,8 @@ def average_with_ours(folder: str, passes: int) -> float:
             optimizer.zero_grad()
             model.weight.sum().backward()
             optimizer.step()
-            out.write(f"{time.monotonic()} {world.size} {replica.step - before}\n")
+            generation = world.elastic.membership.generation
+            out.write(f"{time.monotonic()} {world.size} {replica.step - before} 24 {generation}\n")
             if not (Path(folder) / "end").exists():
                 time.sleep(0.01)
     return 0.0

@@ -172,17 +172,18 @@ def train_with_ours(folder: str, passes: int) -> float:
             (torch.nn.functional.mse_loss(model(inputs), target) - model.uses[index].mean()).backward()
             optimizer.step()
             counted = len(index) if replica.step > before else 0
-            out.write(f"{time.monotonic()} {world.size} {counted}\n")
+            generation = world.elastic.membership.generation
+            out.write(f"{time.monotonic()} {world.size} {counted} {len(index)} {generation}\n")
             if not (Path(folder) / "end").exists():
                 time.sleep(0.01)
     return float((passes - model.uses.detach().round()).clamp(min=0).sum())
 
 
-def read_steps(file: Path) -> list[tuple[float, int]]:
-    """When each step that counted was made, and by how many workers."""
+def read_steps(file: Path) -> list[tuple[float, int, int]]:
+    """When each step that counted was made, by how many workers, and in which generation of the world (torchft: 0)."""
     lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-    counted = [words for words in lines if len(words) >= 3 and words[2] != "0"]
-    return [(float(words[0]), int(words[1])) for words in counted]
+    counted = [words for words in lines if len(words) >= 4 and words[2] != "0"]
+    return [(float(words[0]), int(words[1]), int(words[4]) if len(words) > 4 else 0) for words in counted]
 
 
 def wait_for(found: Callable[[], Any], what: str, meanwhile: Callable[[], None], timeout_s: float = 120) -> Any:
@@ -221,18 +222,22 @@ def kill_again(
     def by_all() -> dict[Path, int]:
         """The workers, once each has made 20 steps with all others."""
         workers = live()
-        whole = [sum(at > since and size == WORKERS for at, size in read_steps(log)) >= 20 for log in workers]
+        whole = [sum(at > since and size == WORKERS for at, size, _ in read_steps(log)) >= 20 for log in workers]
         return workers if len(workers) == WORKERS and all(whole) else {}
 
     def first_steps() -> list[float]:
-        """Of the survivors, without the killed one."""
-        steps = [[at for at, size in read_steps(log) if at > killed and size != WORKERS] for log in survivors]
+        """Of the survivors, without the killed one: among fewer, or in a world that has its replacement already."""
+        steps = [
+            [at for at, size, made_in in read_steps(log) if at > killed and (size != WORKERS or made_in > generation)]
+            for log in survivors
+        ]
         return [found[0] for found in steps if found] if all(steps) else []
 
     workers = wait_for(by_all, "20 steps by all workers", meanwhile)
     for number in range(kills):
         lost = sorted(workers)[number % WORKERS]
         survivors = [log for log in workers if log != lost]
+        generation = max(made_in for log in workers for *_, made_in in read_steps(log))
         os.kill(workers[lost], signal.SIGKILL)
         killed = time.monotonic()
         recovered = max(wait_for(first_steps, "a step after a kill", meanwhile))
@@ -241,7 +246,7 @@ def kill_again(
         since = recovered
         workers = wait_for(by_all, "a replacement's steps", meanwhile)
         for log in survivors:
-            after = [at for at, _ in read_steps(log) if at >= recovered]
+            after = [at for at, *_ in read_steps(log) if at >= recovered]
             losses.pause_s.append(max(b - a for a, b in pairwise(after)))
     return losses
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,34 @@ def test_a_preempted_run_saves_leaves_and_goes_on_bit_for_bit(run_script, still_
     status, _, err = again.finish()
     assert (status, err) == (0, "")
     check_same(tmp_path, un.launch(train, workers=2, args=(kind,)))
+
+
+class Notice(BaseHTTPRequestHandler):
+    """A metadata service of Google's, on a machine that will be taken away."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.headers["Metadata-Flavor"] == "Google" else 403)
+        self.end_headers()
+        self.wfile.write(b"TRUE")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_clouds_notice_is_as_good_as_sigterm(run_script, still_running, tmp_path, monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Notice) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("UNISONO_SPOT", f"gcp=http://127.0.0.1:{server.server_port}")
+        launched = run_script(SCRIPT, "-n", "2", args=["loop", "01"])
+        status, _, err = launched.finish()
+        server.shutdown()
+    assert status == 143, err
+    assert "unisono: the cloud will take this machine away; saving and leaving\n" in err
+    assert saved_step(tmp_path) < STEPS
+    monkeypatch.delenv("UNISONO_SPOT")
+    status, _, err = run_script(SCRIPT, "-n", "2", args=["loop", ""]).finish()
+    assert (status, err) == (0, "")
+    check_same(tmp_path, un.launch(train, workers=2, args=("loop",)))
 
 
 IGNORES = """

@@ -4,6 +4,7 @@ docs/adapters.md, which is what is asserted here."""
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 import warnings
 from collections.abc import Callable
@@ -83,6 +84,7 @@ ADAPTERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.o
     "checkpoint, reentrant": (lambda: Blocks(lambda block, x: checkpoint(block, x, use_reentrant=True)), sgd),
     "save_on_cpu": (lambda: Blocks(offloaded), sgd),
     "torch.compile": (lambda: torch.compile(Blocks(), backend="aot_eager"), sgd),  # type: ignore[list-item, return-value]
+    "torch.compile, inductor": (lambda: torch.compile(Blocks()), sgd),  # type: ignore[list-item, return-value]
 }
 
 
@@ -117,6 +119,8 @@ def train(adapter: str, spec: str, world: World, parts: int) -> list[Tensor]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_the_table_is_true(adapter: str, strategy: str) -> None:
+    if "inductor" in adapter and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
     said, spec = read_table()[adapter, strategy], STRATEGIES[strategy]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

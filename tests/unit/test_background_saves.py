@@ -385,7 +385,8 @@ while True:
         loaded = un.load(tmp_path, replica)
         assert loaded.skipped == []
         assert model.weight.unique().tolist() == [loaded.step]
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         un.save(tmp_path, replica)
     assert not [name for name in steps(tmp_path) if name.startswith(".")]
 
@@ -403,7 +404,8 @@ def test_the_later_of_two_runs_that_save_into_one_folder_is_told_and_nothing_is_
     firsts: dict[str, dict[str, tuple[int, float]]] = {}
     replica = make()
     save_as("first", 1, 1.0)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         save_as("second", 2, 2.0)  # the first may have ended
     with pytest.warns(UserWarning, match=f"another run is saving into {tmp_path}: step-0000000002 is not of this one"):
         save_as("first", 3, 1.0)
@@ -522,7 +524,8 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_save(tmp_path):
             folder._remove_abandoned(next(tmp_path.iterdir()))
         assert len(steps(tmp_path)) == 1
         lock.close()
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             writing, lock = folder.begin_folder(tmp_path, 2)
         lock.close()
     finally:

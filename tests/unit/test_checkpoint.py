@@ -570,7 +570,8 @@ def test_two_runs_that_save_into_one_folder_leave_each_other_alone(tmp_path, mon
     monkeypatch.setattr(safetensors, "write", save_the_other_meanwhile)
     un.save(tmp_path, make())
     assert steps(tmp_path) == ["step-0000000000", "step-0000000001"]
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         un.save(tmp_path, make())  # the first has ended
 
 

@@ -12,7 +12,7 @@ workers_over_bare_M: as many processes as there are cores, with a learner and a 
 --cpu: the same ratios (without workers) of processor time, of all threads together, with one thread for the
 mathematics: what a sample costs, also on a machine that others use. Of keys with `over`, above 1 the first is better.
 
---gpu: learners at the same time on one GPU, a ResNet-18 (17 convolutions) on 32 x 32 images, batches of 16 a learner:
+--gpu: learners at the same time on one GPU, a ResNet of 17 convolutions on 32 x 32 images, batches of 16 a learner:
 bare_samples_s (the eager loop), graph1_samples_s (one learner's step as a CUDA graph by plain PyTorch),
 learners_K_samples_s (`crossbow(learners=K)` by `replica.learn`), learners_auto and auto_samples_s (what the tuner
 found), threads_8_samples_s (capture=False), learners_over_bare_8, learners_over_own_graph_8; replay_ms_8 and
@@ -276,7 +276,7 @@ def worker(names: list[str], repeats: int) -> dict[str, float]:
 
 
 def resnet(width: int, channels: int = 3) -> Any:
-    """17 convolutions: one, and 8 blocks of two in four stages, whose shortcuts have no parameters."""
+    """17 convolutions: one, and 8 blocks of two in three stages, whose shortcuts have no parameters."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -295,10 +295,10 @@ def resnet(width: int, channels: int = 3) -> Any:
             return (self.ways(x) + short).relu()
 
     torch.manual_seed(0)
-    widths = [width] * 3 + [2 * width] * 2 + [4 * width] * 2 + [8 * width] * 2
+    widths = [width] * 4 + [2 * width] * 3 + [4 * width] * 2
     stem = [nn.Conv2d(channels, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     blocks = [Block(a, b) for a, b in itertools.pairwise(widths)]
-    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10)).cuda()
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)).cuda()
     return model.to(memory_format=torch.channels_last if CHANNELS_LAST else torch.contiguous_format)
 
 

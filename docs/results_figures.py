@@ -304,8 +304,9 @@ SECTIONS = (
         (
             shown(r"bare_samples_s", "the eager loop", "samples/s"),
             shown(r"graph1_samples_s", "one learner's step as a graph of its own", "samples/s"),
-            shown(r"learners_(\d+)_samples_s", "ours, {} learners", "samples/s"),
-            faster(r"learners_over_bare_8", "8 learners over the eager loop", 20.0),
+            shown(r"learners_(\d+)_samples_s", "ours, learners: {}", "samples/s"),
+            faster(r"learners_over_bare_8", "8 learners over the eager loop", 20.0,
+                   why="the GPU is full, 16 are no faster; the loop is as fast as the host launches kernels"),
             faster(r"learners_over_own_graph_8", "8 learners over one learner's own graph", 3.0),
             shown(r"seconds_to_90_bare", "to 90 %: the eager loop", "s"),
             shown(r"seconds_to_90_crossbow", "to 90 %: ours, 8 learners", "s"),

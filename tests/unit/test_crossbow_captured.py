@@ -397,6 +397,14 @@ def test_sixteen_bit_parameters_are_named(device: torch.device) -> None:
     made.close()
 
 
+def test_a_batch_norm_that_hears_other_workers_is_named(device: torch.device) -> None:
+    world = World(device=device)
+    _, _, made = started("crossbow", world, sgd, un.sync_batch_norm(noisy(), world))
+    with pytest.warns(UserWarning, match="SyncBatchNorm hears other workers"):
+        train(made, range(1), 1)
+    made.close()
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_error_comes_through_and_no_learner_steps(device: torch.device, every: int) -> None:
     _, _, made = started(f"crossbow(learners=2, every={every})", World(device=device))

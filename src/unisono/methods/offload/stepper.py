@@ -24,7 +24,7 @@ from unisono.methods.offload.disk import Disk, DiskError
 from unisono.methods.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
 from unisono.methods.offload.optimizers import FusedAdam, GroupStep, Rule, Settings, make_rule, read_settings
 
-__all__ = ["Block", "ChunkLines", "Run", "StepSettings", "Stepper", "disk_bytes"]
+__all__ = ["Block", "ChunkLines", "Ratios", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
 _TILE = 1 << 17  # elements: their cast gradient is still in a core's cache when the optimizer reads it
 _PLAIN_TILE = 1 << 20  # where every call of a tile needs Python's lock

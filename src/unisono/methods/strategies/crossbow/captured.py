@@ -31,6 +31,7 @@ from unisono.methods.strategies.crossbow.learners import (
     Parked,
     compute,
 )
+from unisono.training.batch_norm import SyncBatchNorm
 
 WARM_UP = 2  # rounds op by op: libraries choose their kernels, the optimizer makes its states
 MOST = 8  # graphs; where batches, settings or tensors keep changing, recording does not pay
@@ -214,8 +215,10 @@ class _Counts:
 
     def __init__(self, copies: Sequence[ModuleCopy]) -> None:
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-        found = [m for made in copies for m in made.module.modules() if type(m) in kinds and m.momentum is not None]
-        self._norms: list[Any] = [m for m in found if m.num_batches_tracked is not None]
+        found: list[Any] = [m for made in copies for m in made.parts]
+        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in found)
+        norms = [m for m in found if type(m) in kinds and m.momentum is not None and not compiled]
+        self._norms = [m for m in norms if m.num_batches_tracked is not None]
 
     @contextmanager
     def kept_aside(self) -> Iterator[list[tuple[Tensor, int]]]:
@@ -478,6 +481,8 @@ def why_not_laid_out(learners: Learners, center: CentralModel) -> str:
     places = {p.device for _, p in learners.named}
     if len(places) > 1:
         return f"parameters are on {' and '.join(sorted(map(str, places)))}"
+    if any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in learners.parts):
+        return "SyncBatchNorm hears other workers in forward"
     short = [name for name, p in learners.named if name in center.z and p.dtype != center.z[name].dtype]
     return f"{short[0]!r} has 16 bits: keep parameters in float32, and use autocast" if short else ""
 

@@ -198,8 +198,10 @@ class Deferred:
     >>> for _ in range(2):
     ...     engine.offer(0, torch.tensor([1.0, 1.0, 3.0, 3.0]))
     ...     engine.step(delay=True)
-    >>> [[round(x, 5) for x in line.tolist()] for line in (compute, engine.shard(0).read("master"))]
-    [[-0.5, -0.5, -1.0, -1.0], [-1.0, -1.0, -1.0, -1.0]]
+    >>> [round(x, 5) for x in compute.tolist()]
+    [-0.5, -0.5, -1.0, -1.0]
+    >>> [round(x, 5) for x in engine.shard(0).read("master").tolist()]
+    [-1.0, -1.0, -1.0, -1.0]
     >>> engine.close()
     """
 

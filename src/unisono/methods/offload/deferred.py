@@ -39,7 +39,7 @@ from unisono.methods.offload.plan import find_gaps
 from unisono.methods.offload.stepper import Ratios, Stepper, StepSettings
 
 TILE = 1 << 15  # elements: 16 rows of a matrix of 2,048; the host steps as many at a time in a core's cache
-REFRESH = 16  # turns of all groups from one choice of tiles to the next
+REFRESH = 64  # turns of all groups from one choice of tiles to the next
 _SEED = 2
 _SHARES = 64  # of steps, that the host reads together: it waits for the device
 _CLOSE_S = 60.0
@@ -375,12 +375,13 @@ class Deferred:
         return {u: _Kept(mine, self._shards[u], self) for u, mine in tiles.items() if mine}
 
     def _send(self, given: _Sum) -> None:
-        """Let a sum leave, to be stepped in the background; new values that are on their way arrive before it."""
-        now, after = self.streams.now(), list(self._taken.values())
+        """Let a sum leave, to be stepped in the background."""
+        now = self.streams.now()
         scale = given.scale / given.count
         self._update = update = _Update(_join_steps(given), scale, given.absent, given.count)
         for u, line in given.lines.items():
-            update.arrived[u] = self._copy_down(self._arrivals[u][0], line, [now, *after])
+            after = [now, self._taken[u]] if u in self._taken else [now]  # then its memory for new values is free
+            update.arrived[u] = self._copy_down(self._arrivals[u][0], line, after)
             if given.count > 1:
                 ratios = (given.squares[u] * given.count / self._square(line)).clamp_(1.0, 4.0 * given.count)
                 ratios = ratios.nan_to_num_(1.0).sqrt_()

@@ -64,10 +64,10 @@ SPECS = {
 LOSSES = {
     "exact": OFFLOAD,
     "exact_again": OFFLOAD,
-    "deferred": OFFLOAD[:-1] + ", defer=4, keep=0.05)",
-    "deferred_keep_20": OFFLOAD[:-1] + ", defer=4, keep=0.2)",
-    "deferred_2": OFFLOAD[:-1] + ", defer=2, keep=0.05)",
-    "delayed": OFFLOAD[:-1] + ", delayed_update=True)",
+    "deferred": OFFLOAD[:-1] + ", defer=4, keep=0.05, delay_after=100)",
+    "deferred_keep_20": OFFLOAD[:-1] + ", defer=4, keep=0.2, delay_after=100)",
+    "deferred_2": OFFLOAD[:-1] + ", defer=2, keep=0.05, delay_after=100)",
+    "delayed": OFFLOAD[:-1] + ", delayed_update=True, delay_after=100)",
     "bf16_moments": OFFLOAD[:-1] + ", moments=bf16)",
 }
 PEERS = ("fsdp2", "deepspeed")

@@ -43,16 +43,26 @@ class Plain:
         self.seen = [line.clone() for line in lines]  # what computes
         self.m, self.v, self.t = ([torch.zeros_like(line) for line in lines] for _ in range(3))
         self.groups, self.keep, self.defer = groups, keep, defer
-        self.waiting: list[Tensor] | None = None  # values to be taken over
-        self.chosen: list[Tensor] | None = None  # by element
-        self.sums, self.shares = 0, []
-        self.clear()
+        self.waiting: dict[int, Tensor] = {}  # values to be taken over
+        self.chosen: Any = None  # by element
+        self.turns, self.shares = 0, []
+        count = len(lines)
+        self.total, self.squares, self.count = [None] * count, [None] * count, [0] * count
+        self.had: list[Tensor] = []
+        self.rates: list[list[float]] = [[] for _ in lines]
+        self.clear(range(count))
+        sizes = [0] * defer
+        self.of_group: list[list[int]] = [[] for _ in sizes]  # the largest units first, each to the emptiest group
+        for u in sorted(range(count), key=lambda u: (-len(lines[u]), u)):
+            emptiest = min(range(defer), key=lambda group: (sizes[group], group))
+            sizes[emptiest] += len(lines[u])
+            self.of_group[emptiest].append(u)
 
-    def clear(self) -> None:
-        self.count, self.rates = 0, [0.0 for _ in self.groups]
-        self.total = [torch.zeros_like(line) for line in self.now]
-        self.squares = [torch.zeros(-(-line.numel() // TILE), dtype=line.dtype) for line in self.now]
-        self.had: list[Tensor] | None = None
+    def clear(self, units: Sequence[int]) -> None:
+        for u in units:
+            line = self.now[u]
+            self.total[u], self.squares[u] = torch.zeros_like(line), torch.zeros(-(-line.numel() // TILE)).to(line)
+            self.count[u], self.rates[u] = 0, [0.0 for _ in self.groups]
 
     def tiles(self, line: Tensor) -> Tensor:
         return torch.stack([part.square().sum() for part in line.split(TILE)])
@@ -95,8 +105,10 @@ class Plain:
             had[u][:] = True
             for low, high in (absent or {}).get(u, ()):
                 had[u][low:high] = False
-        if self.count and not all(map(torch.equal, self.had or [], had)):
-            self.settle()
+        for mine in self.of_group:  # sums of units that leave together
+            if any(self.count[u] for u in mine) and not all(torch.equal(self.had[u], had[u]) for u in mine):
+                self.settle()
+                break
         rates = [group["lr"] for group in self.groups]
         if not delay:
             self.settle()
@@ -106,43 +118,40 @@ class Plain:
             return
         if self.chosen is None:
             self.choose(given)
-        assert self.chosen is not None
         for u, g in given.items():
             self.move(u, had[u] & self.chosen[u], g * scale, 1.0, 1, rates)
             self.seen[u][self.chosen[u]] = self.now[u][self.chosen[u]]
             self.total[u] += g * scale
             self.squares[u] += self.tiles(g * scale)
+            self.count[u] += 1
+            self.rates[u] = [a + b for a, b in zip(self.rates[u], rates, strict=True)]
+        self.had = had
         every = sum(float((g * g).sum()) for g in given.values())
         self.shares.append(sum(float((g[self.chosen[u]] ** 2).sum()) for u, g in given.items()) / every)
-        self.had, self.count = had, self.count + 1
-        self.rates = [a + b for a, b in zip(self.rates, rates, strict=True)]
-        if self.count == self.defer:
-            self.take()
-            self.leave()
-            if self.sums == REFRESH:
-                self.settle()
+        self.take()
+        self.leave(self.of_group[self.turns % self.defer])
+        self.turns += 1
+        if self.turns == REFRESH * self.defer:
+            self.settle()
 
-    def leave(self) -> None:
-        assert self.chosen is not None
-        assert self.had is not None
-        for u, total in enumerate(self.total):
-            wider = (self.squares[u] * self.count / self.tiles(total)).nan_to_num(1.0).clamp(1.0, 4.0 * self.count)
-            wide = wider.repeat_interleave(TILE)[: len(total)]
-            self.move(u, self.had[u] & ~self.chosen[u], total / self.count, wide, self.count, self.rates)
-        self.waiting = [line.clone() for line in self.now]
-        self.sums += 1
-        self.clear()
+    def leave(self, units: Sequence[int]) -> None:
+        for u in units:
+            if self.count[u]:
+                total, count = self.total[u], self.count[u]
+                wider = (self.squares[u] * count / self.tiles(total)).nan_to_num(1.0).clamp(1.0, 4.0 * count)
+                wide = wider.repeat_interleave(TILE)[: len(total)]
+                self.move(u, self.had[u] & ~self.chosen[u], total / count, wide, count, self.rates[u])
+                self.waiting[u] = self.now[u].clone()
+        self.clear(units)
 
     def take(self) -> None:
-        for u, line in enumerate(self.waiting or []):
-            self.seen[u][:] = torch.where(self.chosen[u], self.now[u], line) if self.chosen else line
-        self.waiting = None
+        for u, line in self.waiting.items():
+            self.seen[u][:] = torch.where(self.chosen[u], self.now[u], line)
+        self.waiting = {}
 
     def settle(self) -> None:
-        self.take()
-        if self.count:
-            self.leave()
-        self.chosen, self.sums, self.waiting = None, 0, None
+        self.leave(range(len(self.now)))
+        self.chosen, self.turns, self.waiting = None, 0, {}
         for seen, line in zip(self.seen, self.now, strict=True):
             seen.copy_(line)
 
@@ -352,13 +361,12 @@ def test_an_error_of_the_background_thread_is_raised_by_the_next_call(monkeypatc
         raise MemoryError("no more")
 
     monkeypatch.setattr(engine.stepper, "start", fail)
-    *some, last = gradients(DEFER + 1)
-    for given in some:
-        feed(engine, given, delay=True)
+    first, second = gradients(2)
+    feed(engine, first, delay=True)
     assert engine._update is not None
     assert engine._update.ended.wait(30)
     with pytest.raises(MemoryError, match="no more"):
-        feed(engine, last, delay=True)
+        feed(engine, second, delay=True)
     engine.close()
 
 

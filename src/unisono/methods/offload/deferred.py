@@ -3,11 +3,12 @@
 ZenFlow (Lan et al., 2025, arXiv:2505.12242). A shard is divided into tiles of as many elements, and
 
   keep    tiles with the largest gradients have their state on the device and are stepped there, in every step
-  defer   the gradients of the others add up on the device; every few steps their sum leaves for the host, which steps
-          them behind the program: once, as far as so many steps with the mean would have moved them
-  take    as the next sum leaves, the values that came of the former one are taken over
-  settle  after so many sums, and whenever the state is looked at: all that was put off is stepped and taken over, kept
-          state goes back to the host, and the next step chooses anew which tiles to keep, by its gradients
+  defer   the gradients of the others add up on the device. Units are in as many groups as gradients add up; in every
+          step one group's sums leave for the host, in turn, which steps them while the next step computes: once, as far
+          as so many steps with the mean would have moved them
+  take    in the next step the values that came of it are taken over
+  settle  after some turns of all groups, and whenever the state is looked at: all that was put off is stepped and taken
+          over, kept state goes back to the host, and the next step chooses anew which tiles to keep, by its gradients
 
 The host's step is one of Adam with the mean of the gradients, decays to the power of their number and the sum of their
 learning rates. The second moment grows by the mean of the gradients' squares, as it does elsewhere: in each tile, the
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,8 +39,9 @@ from unisono.methods.offload.plan import find_gaps
 from unisono.methods.offload.stepper import Ratios, Stepper, StepSettings
 
 TILE = 1 << 15  # elements: 16 rows of a matrix of 2,048; the host steps as many at a time in a core's cache
-REFRESH = 16  # sums from one choice of tiles to the next
+REFRESH = 64  # turns of all groups from one choice of tiles to the next
 _SEED = 2
+_SHARES = 64  # of steps, that the host reads together: it waits for the device
 _CLOSE_S = 60.0
 
 
@@ -75,7 +77,6 @@ class _Sum:
     rates: list[float]  # by group, the learning rates added up
     lines: dict[int, Tensor]
     squares: dict[int, Tensor] = field(default_factory=dict)  # by tile: norms squared, added up
-    shares: list[Tensor] = field(default_factory=list)  # of the norms squared of all gradients, what was kept
     count: int = 1
 
     def add(
@@ -84,7 +85,6 @@ class _Sum:
         squares: Mapping[int, Tensor],
         scale: float,
         settings: StepSettings,
-        share: Tensor,
     ) -> None:
         """Add a step's gradients."""
         if self.scale == 0.0:
@@ -96,17 +96,16 @@ class _Sum:
             line.add_(gradients[u], alpha=ratio)
             self.squares[u] += squares[u] * ratio**2
         self.rates = [a + b for a, b in zip(self.rates, _find_rates(settings), strict=True)]
-        self.shares.append(share)
         self.count += 1
 
-    def takes(self, units: Iterable[int], absent: Mapping[int, Ranges], settings: StepSettings) -> bool:
+    def takes(self, units: Collection[int], absent: Mapping[int, Ranges], settings: StepSettings) -> bool:
         """Whether a step's gradients can be added: the same elements have one, and but for the learning rate the
         optimizer's settings are the same."""
         mine, other = (
             [{name: x for name, x in group.items() if name not in ("lr", "initial_lr")} for group in one.groups]
             for one in (self.settings, settings)
         )
-        return set(units) == set(self.lines) and dict(absent) == dict(self.absent) and is_same(mine, other)
+        return set(units) == set(self.lines) and _within(absent, units) == self.absent and is_same(mine, other)
 
 
 @dataclass
@@ -199,8 +198,10 @@ class Deferred:
     >>> for _ in range(2):
     ...     engine.offer(0, torch.tensor([1.0, 1.0, 3.0, 3.0]))
     ...     engine.step(delay=True)
-    >>> compute.tolist(), engine.shard(0).read("master").tolist()
-    ([0.0, 0.0, -1.0, -1.0], [-1.0, -1.0, -1.0, -1.0])
+    >>> [round(x, 5) for x in compute.tolist()]
+    [-0.5, -0.5, -1.0, -1.0]
+    >>> [round(x, 5) for x in engine.shard(0).read("master").tolist()]
+    [-1.0, -1.0, -1.0, -1.0]
     >>> engine.close()
     """
 
@@ -227,6 +228,7 @@ class Deferred:
         self.stepper = Stepper(optimizer, moments=moments, threads=threads or max(1, torch.get_num_threads() - cuda))
         self.kernel = Kernel(make_rule(optimizer), Rounding(_SEED, device), device)
         self.shares: deque[float] = deque(maxlen=1000)
+        self._pending: list[Tensor] = []  # shares that the host does not know of yet
         self._down, self._up, self._lane = self.streams.queue(), self.streams.queue(), SerialQueue("unisono-offload")
         self._dtypes = [gradients or shard.compute.dtype for shard in shards]
         self._padding = [find_gaps(shard.runs, shard.length) for shard in shards]
@@ -238,11 +240,12 @@ class Deferred:
             shard.master = None
             del values
         self._offered: dict[int, tuple[Tensor, Mark]] = {}
-        self._sum: _Sum | None = None
+        self._groups = _share_out([shard.length for shard in shards], defer)
+        self._sums: dict[int, _Sum] = {}  # by group
         self._update: _Update | None = None
         self._kept: dict[int, _Kept] | None = None  # None: to be chosen
         self._taken: dict[int, Mark] = {}  # when a unit has the values that were taken over last
-        self._sent = 0  # sums, since tiles were chosen
+        self._turns = 0  # steps since tiles were chosen
         self.streams.now().wait()
 
     def _make_lines(self, *, pinned: bool) -> None:
@@ -252,10 +255,8 @@ class Deferred:
             ((s.length, dtype), (s.length, s.compute.dtype), (n, torch.float32))
             for s, dtype, n in zip(self._shards, self._dtypes, counts, strict=True)
         ]
-        shares = (self.defer, torch.float32)
-        self._slab = Slab(sum(Slab.bytes_for(*kind) for kind in [shares, *sum(kinds, ())]), pinned=pinned)
+        self._slab = Slab(sum(Slab.bytes_for(*kind) for each in kinds for kind in each), pinned=pinned)
         self._arrivals = [tuple(self._slab.take_line(*kind) for kind in each) for each in kinds]
-        self._shares = self._slab.take_line(*shares)
 
     def _count_tiles(self, length: int) -> int:
         return -(-length // self.tile)
@@ -268,7 +269,7 @@ class Deferred:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory held between steps, beside the values that compute."""
-        lines = [] if self._sum is None else [*self._sum.lines.values(), *self._sum.squares.values()]
+        lines = [line for one in self._sums.values() for line in (*one.lines.values(), *one.squares.values())]
         kept = 0 if self._kept is None else sum(one.nbytes for one in self._kept.values())
         return sum(line.nbytes for line in lines) + kept + self.kernel.nbytes
 
@@ -297,21 +298,29 @@ class Deferred:
         self._check()
         absent, scale, now = absent or {}, float(scale), self.stepper.begin()
         gradients = {u: self._offered[u][0] for u in sorted(self._offered)}
-        if self._sum is not None and not self._sum.takes(gradients, absent, now):
+        groups: dict[int, dict[int, Tensor]] = {}
+        for u, gradient in gradients.items():
+            groups.setdefault(self._groups[u], {})[u] = gradient
+        if not all(one.takes(groups.get(group, ()), absent, now) for group, one in self._sums.items()):
             self.settle()
         for u, (_, arrived) in self._offered.items():
             arrived.hold()
             self.wait(u)
         self._offered = {}
         if delay:
-            self._keep_some(gradients, scale, absent, now)
-        else:
-            self.settle()
-            self._sum = _Sum(now, absent, scale, _find_rates(now), gradients)
-            self.settle()
+            self._keep_some(gradients, groups, scale, absent, now)
+            return
+        self.settle()
+        self._sums = {0: _Sum(now, absent, scale, _find_rates(now), gradients)}
+        self.settle()
 
     def _keep_some(
-        self, gradients: dict[int, Tensor], scale: float, absent: Mapping[int, Ranges], now: StepSettings
+        self,
+        gradients: Mapping[int, Tensor],
+        groups: Mapping[int, dict[int, Tensor]],
+        scale: float,
+        absent: Mapping[int, Ranges],
+        now: StepSettings,
     ) -> None:
         squares = {u: self._square(gradient) for u, gradient in gradients.items()}
         if self._kept is None:
@@ -319,16 +328,33 @@ class Deferred:
         kept = {u: one for u, one in self._kept.items() if u in gradients}
         for u, one in kept.items():
             one.step(gradients[u], scale, absent.get(u, ()), now, self._shards[u].compute.detach())
-        share = _share([squares[u][one.places] for u, one in kept.items()], list(squares.values()))
-        if self._sum is None:
-            self._sum = _Sum(now, absent, scale, _find_rates(now), gradients, squares, [share])
-        else:
-            self._sum.add(gradients, squares, scale, now, share)
-        if self._sum.count >= self.defer:
-            self._take_over()
-            self._send(self._sum)
-            if self._sent >= self._refresh:
-                self.settle()
+        self._take_over()
+        self._note_share([squares[u][one.places] for u, one in kept.items()], list(squares.values()))
+        for group, given in groups.items():
+            mine = {u: squares[u] for u in given}
+            if group in self._sums:
+                self._sums[group].add(given, mine, scale, now)
+            else:
+                self._sums[group] = _Sum(now, _within(absent, given), scale, _find_rates(now), given, mine)
+        turn, self._turns = self._turns, self._turns + 1
+        if turn % self.defer in self._sums:
+            self._send(self._sums.pop(turn % self.defer))
+        if self._turns >= self._refresh * self.defer:
+            self.settle()
+
+    def _note_share(self, kept: Sequence[Tensor], every: Sequence[Tensor]) -> None:
+        """Let the host know in time what part of the gradients' squared norm was kept."""
+        total = torch.stack([found.sum() for found in every]).sum()
+        mine = torch.stack([found.sum() for found in kept]).sum() if kept else torch.zeros_like(total)
+        share = mine / total.clamp_min(torch.finfo(total.dtype).tiny)
+        self._pending.append(share)
+        if len(self._pending) == _SHARES:
+            self._read_shares()
+
+    def _read_shares(self) -> None:
+        if self._pending:
+            self.shares.extend(torch.stack(self._pending).tolist())
+            self._pending = []
 
     def _square(self, line: Tensor) -> Tensor:
         """The squared norm of each tile."""
@@ -349,17 +375,13 @@ class Deferred:
         return {u: _Kept(mine, self._shards[u], self) for u, mine in tiles.items() if mine}
 
     def _send(self, given: _Sum) -> None:
-        """Let a sum leave, to be stepped in the background; new values that are on their way arrive before it."""
-        self._sum = None
-        self._sent += 1
-        now, after = self.streams.now(), list(self._taken.values())
+        """Let a sum leave, to be stepped in the background."""
+        now = self.streams.now()
         scale = given.scale / given.count
         self._update = update = _Update(_join_steps(given), scale, given.absent, given.count)
-        if given.shares:
-            shares = torch.stack(given.shares)
-            self._copy_down(self._shares[: given.count], shares, [now, *after])
         for u, line in given.lines.items():
-            update.arrived[u] = self._copy_down(self._arrivals[u][0], line, [now, *after])
+            after = [now, self._taken[u]] if u in self._taken else [now]  # then its memory for new values is free
+            update.arrived[u] = self._copy_down(self._arrivals[u][0], line, after)
             if given.count > 1:
                 ratios = (given.squares[u] * given.count / self._square(line)).clamp_(1.0, 4.0 * given.count)
                 ratios = ratios.nan_to_num_(1.0).sqrt_()
@@ -416,7 +438,6 @@ class Deferred:
             if kept is not None:
                 kept.lend(self.streams, self._up)
             self._taken[u] = self._up.run(partial(self._put, u, kept), after=[now])
-        self.shares.extend(self._shares[: update.each].tolist() if update.each > 1 else [])
         self._update = None
 
     @torch.no_grad()
@@ -430,12 +451,13 @@ class Deferred:
     def settle(self) -> None:
         """Step all that was put off and take it over; the state is on the host then, all of it."""
         self._take_over()
-        if self._sum is not None:
-            self._send(self._sum)
+        for group in sorted(self._sums):
+            self._send(self._sums.pop(group))
             self._take_over()
         for one in (self._kept or {}).values():
             one.give_back()
-        self._kept, self._sent = None, 0
+        self._kept, self._turns = None, 0
+        self._read_shares()
 
     # Waiting ----------------------------------------------------------------------------------------------
 
@@ -491,6 +513,10 @@ class Deferred:
         self.stepper.steps = count
 
 
+def _within(absent: Mapping[int, Ranges], units: Iterable[int]) -> dict[int, Ranges]:
+    return {u: absent[u] for u in units if u in absent}
+
+
 def _find_rates(settings: StepSettings) -> list[float]:
     return [float(group["lr"]) for group in settings.groups]
 
@@ -503,7 +529,14 @@ def _join_steps(given: _Sum) -> StepSettings:
     return StepSettings(groups, given.settings.step, SeveralSteps(given.count))
 
 
-def _share(kept: Sequence[Tensor], every: Sequence[Tensor]) -> Tensor:
-    total = torch.stack([found.sum() for found in every]).sum()
-    mine = torch.stack([found.sum() for found in kept]).sum() if kept else torch.zeros_like(total)
-    return mine / total.clamp_min(torch.finfo(total.dtype).tiny)
+def _share_out(lengths: Sequence[int], count: int) -> list[int]:
+    """In which of `count` groups each unit is; about as much is in each.
+
+    >>> _share_out([5, 4, 3, 2], 2)
+    [0, 1, 1, 0]
+    """
+    sizes, groups = [0] * count, [0] * len(lengths)
+    for u in sorted(range(len(lengths)), key=lambda u: -lengths[u]):
+        groups[u] = sizes.index(min(sizes))
+        sizes[groups[u]] += lengths[u]
+    return groups

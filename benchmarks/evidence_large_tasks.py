@@ -134,7 +134,7 @@ def gpt(width: int, layers: int, judged: int, folder: Path) -> Data:
 
 
 def make_gpt(width: int, layers: int, letters: int = 256) -> Any:
-    """A decoder that predicts the next byte: blocks as in GPT-2, heads of 64, queries and keys normalised, no biases."""
+    """A decoder that predicts the next byte: GPT-2, with heads of 64, normalised queries and keys, and no biases."""
     import torch
     from torch import nn
     from torch.nn import functional as F

@@ -118,11 +118,11 @@ HEAD = """## At a larger size
 
 The same methods on larger tasks, each at its own best learning rate: `benchmarks/evidence_large.py`, on one GPU.
 
-- **Tasks**: a GPT (blocks of GPT-2, queries and keys normalised, no biases) on the bytes of 52 MB of Python source and
+- **Tasks**: a GPT (blocks of GPT-2 with heads of 64, without biases) on the bytes of 52 MB of Python source and
   documentation, from four wheels of fixed versions; {batch} sequences of 256 bytes per step, all workers together; the
   held-out loss in nats per byte. A ResNet of 0.7 million parameters on Fashion-MNIST, images moved and mirrored,
   {images} per step; accuracy on its test set.
-- **Rates**: the optimizer is AdamW, betas 0.9 and 0.95, unless the table says otherwise. Every method has the best of
+- **Rates**: the optimizer is AdamW unless the table says otherwise. Every method has the best of
   three learning rates (0.3, 1 and 3 times a common one; also 0.1 times where 0.3 is the best), and then of three outer
   rates where it has one, by the same search over a quarter of the steps with a seed of its own. The rate rises over 5 %
   of the steps and falls to a tenth as a cosine.

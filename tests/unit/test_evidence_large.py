@@ -53,7 +53,7 @@ def test_a_run_is_plain_training_at_the_rates_that_it_says(task: str, tmp_path: 
     found = run_whole(run, tmp_path)
     torch.manual_seed(1)
     data, step = tiny(tmp_path), 0
-    optimizer = torch.optim.AdamW(data.model.parameters(), betas=made.BETAS)
+    optimizer = torch.optim.AdamW(data.model.parameters())
     alone = un.World(None, hosts=["localhost"])
     for epoch in range(3):
         for x, y in un.shard(data.train, batch_size=32, seed=1, epoch=epoch, name=f"plain {epoch}", world=alone):

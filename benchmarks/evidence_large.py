@@ -43,7 +43,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from evidence_large_results import chosen, draw, tell
+from evidence_large_results import TITLES, chosen, draw, searched, sizes, tell
 from evidence_large_tasks import FASHION, TASKS, VARIANTS, Large, draw_moves, left, prepare
 from evidence_rules import read
 from evidence_tasks import ADAM, MUON, SGD, TUNED, Data, Run, append, sent
@@ -368,14 +368,12 @@ def main() -> None:
 
 def draw_all(lines: list[dict[str, Any]], asked: argparse.Namespace) -> None:
     """A picture for each task and number of workers that the file has runs of."""
-    made = {line["key"]: line for line in lines if line["kind"] == "run"}
-    kinds = {(line["task"], line["workers"]) for line in made.values()}
     names = []
-    for task, workers in sorted(kinds):
-        steps = asked.steps or max(line["steps"] for line in made.values() if line["task"] == task)
-        found = chosen(task, asked.variants, steps, workers, made)
-        names.append(f"{asked.out.stem}-{task}-{workers}.svg")
-        draw(found, f"{task}, {workers} workers, {steps} steps", asked.out.parent / names[-1])
+    for one in sizes(lines):
+        task, workers, steps, found = one if "adam" in one[3] else searched(one[0], one[1], lines)
+        names.append(f"{asked.out.stem}-{task}-{workers}.png")
+        each = {name: reached.lines for name, reached in found.items()}
+        draw(each, f"{TITLES[task]}, {workers} workers, {steps:,} steps", asked.out.parent / names[-1])
     finish({"pictures": names})
 
 

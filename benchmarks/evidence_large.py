@@ -43,8 +43,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from evidence_large_results import chosen, draw, tell
-from evidence_large_tasks import BETAS, FASHION, TASKS, VARIANTS, Large, draw_moves, left, prepare
+from evidence_large_results import TITLES, chosen, draw, searched, sizes, tell
+from evidence_large_tasks import FASHION, TASKS, VARIANTS, Large, draw_moves, left, prepare
 from evidence_rules import read
 from evidence_tasks import ADAM, MUON, SGD, TUNED, Data, Run, append, sent
 from measure import finish
@@ -144,9 +144,9 @@ def make_optimizers(run: Run, body: Any) -> list[Any]:
         hidden = getattr(body, "hidden", None) or [p for p in body.parameters() if p.dim() == 2]
         rest = [p for p in body.parameters() if not any(p is x for x in hidden)]
         muon = BatchedMuon(hidden, lr=run.share * MUON)
-        return [muon, torch.optim.AdamW(rest, lr=run.share * ADAM[run.task], betas=BETAS, fused=fused)]
+        return [muon, torch.optim.AdamW(rest, lr=run.share * ADAM[run.task], fused=fused)]
     if run.variant.adam:
-        return [torch.optim.AdamW(body.parameters(), lr=run.share * ADAM[run.task], betas=BETAS, fused=fused)]
+        return [torch.optim.AdamW(body.parameters(), lr=run.share * ADAM[run.task], fused=fused)]
     rate = run.share * SGD[run.task]
     return [torch.optim.SGD(body.parameters(), lr=rate, momentum=run.variant.momentum, fused=fused)]
 
@@ -289,10 +289,10 @@ def make_all(asked: argparse.Namespace, steps: int, session: str) -> list[Run]:
     lines, failed = read([asked.out]), set()
     made = {line["key"]: line for line in lines if line["kind"] == "run"}
     todo = []
-    step_s = 0.0  # of the slowest of late
+    step_s = {False: 0.04, True: 0.1}  # of the slowest of late, by whether it is Muon's
 
     def fits(run: Run) -> bool:
-        return time.time() + run.steps * step_s < until
+        return time.time() + run.steps * step_s[run.variant.muon] < until
 
     def note(run: Run, found: Any) -> None:
         if found is None:
@@ -306,8 +306,8 @@ def make_all(asked: argparse.Namespace, steps: int, session: str) -> list[Run]:
             print(f"failed: {run.key}\n{found['error']}", flush=True)
         elif kind == "run":
             made[run.key] = line
-            nonlocal step_s
-            step_s = max(0.8 * step_s, found["seconds"] / run.steps)
+            kind_s = step_s[run.variant.muon]
+            step_s[run.variant.muon] = max(0.7 * kind_s, found["seconds"] / run.steps)
             print(f"{time.time() - until:.0f} s: {run.key}: {found['loss']:.4f}, {found['seconds']:.1f} s", flush=True)
 
     try:
@@ -368,14 +368,12 @@ def main() -> None:
 
 def draw_all(lines: list[dict[str, Any]], asked: argparse.Namespace) -> None:
     """A picture for each task and number of workers that the file has runs of."""
-    made = {line["key"]: line for line in lines if line["kind"] == "run"}
-    kinds = {(line["task"], line["workers"]) for line in made.values()}
     names = []
-    for task, workers in sorted(kinds):
-        steps = asked.steps or max(line["steps"] for line in made.values() if line["task"] == task)
-        found = chosen(task, asked.variants, steps, workers, made)
-        names.append(f"{asked.out.stem}-{task}-{workers}.svg")
-        draw(found, f"{task}, {workers} workers, {steps} steps", asked.out.parent / names[-1])
+    for one in sizes(lines):
+        task, workers, steps, found = one if "adam" in one[3] else searched(one[0], one[1], lines)
+        names.append(f"{asked.out.stem}-{task}-{workers}.png")
+        each = {name: reached.lines for name, reached in found.items()}
+        draw(each, f"{TITLES[task]}, {workers} workers, {steps:,} steps", asked.out.parent / names[-1])
     finish({"pictures": names})
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evidence_large_tasks import TASKS, VARIANTS, best, search
+from evidence_large_tasks import OUTERS, RATES, TASKS, VARIANTS, best, search
 from evidence_rules import DIVERGED, HOLDS, NOT, PART
-from evidence_tasks import Run
+from evidence_tasks import TUNED, Run
 
 RESULTS = Path(__file__).parent / "results" / "evidence_large.jsonl"
 LINKS = (100.0, 1000.0, 10_000.0)  # Mbit/s
@@ -101,6 +101,13 @@ def tell(found: dict[str, list[Any]], compute_s: float) -> dict[str, Any]:
 
 # The page ----------------------------------------------------------------------------------------------------
 
+NO_MORE = """**These are runs of the search alone**: {steps} steps, a quarter of {whole}, and one seed for all but exact
+training. The longer runs have not been made, so no claim is judged. The search is not complete either: outer rates were
+tried for {outer}, and 0.1 times the learning rate for none. After {steps} steps
+a method that exchanges every 30 has done so {times} times. Muon and AdamW learn differently from a sample, and exact
+Muon was not run: what `muloco` has lost by its exchange cannot be seen here.
+"""
+
 
 def sizes(lines: Sequence[dict[str, Any]]) -> list[tuple[str, int, int, dict[str, Reached]]]:
     """Tasks, workers and steps that there are runs of, with what each variant came to."""
@@ -118,70 +125,100 @@ HEAD = """## At a larger size
 
 The same methods on larger tasks, each at its own best learning rate: `benchmarks/evidence_large.py`, on one GPU.
 
-- **Tasks**: a GPT (blocks of GPT-2, queries and keys normalised, no biases) on the bytes of 52 MB of Python source and
+- **Tasks**: a GPT (blocks of GPT-2 with heads of 64, without biases) on the bytes of 52 MB of Python source and
   documentation, from four wheels of fixed versions; {batch} sequences of 256 bytes per step, all workers together; the
-  held-out loss in nats per byte. A ResNet of 0.7 million parameters on Fashion-MNIST, images moved and mirrored,
-  {images} per step; accuracy on its test set.
-- **Rates**: the optimizer is AdamW, betas 0.9 and 0.95, unless the table says otherwise. Every method has the best of
-  three learning rates (0.3, 1 and 3 times a common one; also 0.1 times where 0.3 is the best), and then of three outer
-  rates where it has one, by the same search over a quarter of the steps with a seed of its own. The rate rises over 5 %
-  of the steps and falls to a tenth as a cosine.
+  held-out loss in nats per byte.{images}
+- **Rates**: the optimizer is AdamW unless the table says otherwise. Every method has the best of three learning rates
+  (0.3, 1 and 3 times a common one; also 0.1 times where 0.3 is the best), and then of three outer rates where it has
+  one, by the same search over a quarter of the steps with a seed of its own. The rate rises over 5 % of the steps and
+  falls to a tenth as a cosine.
 - **Workers** are threads that share the GPU, with all of unisono between them: what is learned does not depend on where
   they run. Parameters and exchanges are float32, activations bfloat16.
 - **Worse than exact**: the mean loss over that of exact AdamW at equal samples, minus 1 (images: points of accuracy).
   The claim that a method learns as exact training does **holds** up to 1 % (0.5 points), or up to the standard
   deviation of exact training; it **holds in part** up to 3 % (1.5 points).
 - **To the loss**: the predicted time until the held-out loss is within 1 % of what exact AdamW ends with: the measured
-  compute of a worker that has the GPU to itself ({compute}), then the bytes that it had sent by then on the link, one
-  after the other. Methods that send while the program computes are faster than that.
+  compute of a worker that has the GPU to itself ({compute}, with AdamW; Muon's step takes
+  longer), then the bytes that it had sent by then on the link, one after the other. Methods that send while the program
+  computes are faster than that.
 """
+IMAGES = """ A ResNet of 0.7 million parameters on Fashion-MNIST, images moved and mirrored, {batch}
+  per step; accuracy on its test set."""
 
 
 def section(lines: Sequence[dict[str, Any]]) -> str:
     """The part of the page: a table for each task and number of workers."""
     alone = {(x["task"], x["workers"]): x["step_s"] for x in lines if x["kind"] == "compute"}
     compute = ", ".join(f"{1e3 * seconds:.1f} ms per step on {task}" for (task, _), seconds in sorted(alone.items()))
-    parts = [HEAD.format(batch=TASKS["text25"].batch, images=TASKS["images"].batch, compute=compute)]
-    every = sizes(lines)
+    pictured = IMAGES.format(batch=TASKS["images"].batch) if any(x.get("task") == "images" for x in lines) else ""
+    parts = [HEAD.format(batch=TASKS["text25"].batch, images=pictured, compute=compute)]
+    every = [one if "adam" in one[3] else searched(one[0], one[1], lines) for one in sizes(lines)]
     for task, workers, steps, found in every:
         if "adam" in found:
             parts.append(f"### {TITLES[task]}, {workers} workers\n")
+            is_whole = steps >= TASKS[task].steps
+            if not is_whole:
+                outer = " and ".join(f"`{name}`" for name, one in found.items() if tried_outer(one, lines))
+                whole = f"{TASKS[task].steps:,}"
+                parts.append(NO_MORE.format(steps=steps, whole=whole, outer=outer or "none", times=steps // 30))
             if (task, workers) == every[0][:2]:
-                parts.append(
-                    f"![Held-out loss over the megabytes that a worker has sent, a line a method]({PICTURE})\n"
-                )
-                parts += [*tell_claims(found), ""]
+                parts.append(f"![Loss over the megabytes that a worker has sent, by method]({PICTURE})\n")
+                parts += [*tell_claims(found, is_whole), ""]
             samples = f"{steps:,} steps of {TASKS[task].batch} samples"
             parts += [f"{samples}, {found['adam'].lines[0]['parameters'] / 1e6:.1f} million parameters.\n"]
-            parts += table(task, found, alone.get((task, workers)))
+            parts += table(task, found, alone.get((task, workers)), is_whole)
     sessions = {x["session"]: x for x in lines if x["kind"] == "session"}
     dates = sorted({f"{x['date']}, torch {x['torch']}, Python {x['python']}" for x in sessions.values()})
     parts.append(f"Measured on one NVIDIA H200 with 16 cores: {'; '.join(dates)}.\n")
     return "\n".join(parts)
 
 
-def tell_claims(found: dict[str, Reached]) -> list[str]:
+def searched(task: str, workers: int, lines: Sequence[dict[str, Any]]) -> tuple[str, int, int, dict[str, Reached]]:
+    """The same of the search alone, where the runs after it have not been made: of each variant that was tried at all
+    its learning rates, the best."""
+    made = {line["key"]: line for line in lines if line["kind"] == "run"}
+    steps, found = max(1, TASKS[task].steps // 4), {}
+    for name in VARIANTS:
+        runs = [run for run in search(task, name, 4 * steps, workers, made)[0] if run.key in made]
+        if len(runs) >= len(RATES) and (variant := best(runs, made)) is not None:
+            keys = [Run(task, variant, seed, steps, workers).key for seed in (*range(20), TUNED)]
+            found[name] = Reached(name, [made[key] | {"variant": variant} for key in keys if key in made])
+    return task, workers, steps, found
+
+
+def tried_outer(ours: Reached, lines: Sequence[dict[str, Any]]) -> bool:
+    """Whether more than one outer rate was tried."""
+    variant = ours.lines[0]["variant"]
+    last = ours.lines[-1]
+    others = [variant._replace(outer=outer) for outer in OUTERS if outer != variant.outer]
+    keys = {Run(last["task"], other, TUNED, last["steps"], last["workers"]).key for other in others}
+    return bool(variant.outer) and any(line.get("key") in keys for line in lines)
+
+
+def tell_claims(found: dict[str, Reached], is_whole: bool) -> list[str]:
     """Sentences on the claims of the newest methods."""
     told = []
     if {"sparseloco", "adam"} <= found.keys():
         worse, verdict = compare(found["sparseloco"], found["adam"], "text25")
         fewer = found["adam"].mean("bytes") / found["sparseloco"].mean("bytes")
+        so_far = "so far within it" if verdict == HOLDS else "not so far"
         told.append(
-            f"- `sparseloco` ends within 1 % of exact AdamW's loss at equal samples: **{verdict}** "
-            f"({100 * worse:+.2f} %, with {fewer:,.0f} times fewer bytes)."
+            f"- `sparseloco` ends within 1 % of exact AdamW's loss at equal samples: "
+            f"{f'**{verdict}**' if is_whole else so_far} ({100 * worse:+.2f} %, with {fewer:,.0f} times fewer bytes)."
         )
     if {"muloco", "diloco"} <= found.keys():
         ours, theirs = found["muloco"], found["diloco"]
         worse = ours.mean() / theirs.mean() - 1
-        verdict = HOLDS if worse <= max(0.0, theirs.spread() / theirs.mean()) else NOT
-        told.append(f"- `muloco` is not worse than `diloco`: **{verdict}** ({100 * worse:+.2f} %).")
+        holds = worse <= max(0.0, theirs.spread() / theirs.mean())
+        verdict = f"**{HOLDS if holds else NOT}**" if is_whole else "so it is so far" if holds else "not so far"
+        told.append(f"- `muloco` is not worse than `diloco`: {verdict} ({100 * worse:+.2f} %).")
     return told
 
 
-def table(task: str, found: dict[str, Reached], compute_s: float | None) -> list[str]:
+def table(task: str, found: dict[str, Reached], compute_s: float | None, is_whole: bool) -> list[str]:
     exact, like = found["adam"], TASKS[task].like
     what = "accuracy" if like == "digits" else "held-out loss"
-    heads = ["method", what, "seeds", "worse than exact", "claim", "MB sent", "times fewer"]
+    heads = ["method", what, "seeds", "worse than exact", *(["claim"] if is_whole else []), "MB sent", "times fewer"]
     timed = compute_s is not None and like == "text"
     heads += [f"to the loss at {mbit / 1000:g} Gbit/s" for mbit in LINKS] if timed else []
     rows = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
@@ -193,8 +230,10 @@ def table(task: str, found: dict[str, Reached], compute_s: float | None) -> list
         told = f"{scale * mean:.{digits}f}" + (f" ± {scale * spread:.{digits}f}" if len(ours.lines) > 1 else "")
         cells = [tell_name(ours), told + (" %" if like == "digits" else "") if math.isfinite(mean) else "diverged"]
         cells += [str(len(ours.lines)), f"{100 * worse:+.2f} %" if like == "text" else f"{100 * worse:+.2f} points"]
-        cells += ["reference" if ours is exact else f"**{verdict}**", f"{nbytes / 1e6:,.0f}"]
-        cells.append(f"{exact.lines[0]['bytes'] / nbytes:.3g}" if nbytes else "")
+        if is_whole:
+            cells.append("reference" if ours is exact else f"**{verdict}**")
+        fewer = exact.lines[0]["bytes"] / nbytes if nbytes else 0.0
+        cells += [f"{nbytes / 1e6:,.0f}", f"{fewer:,.0f}" if fewer >= 100 else f"{fewer:.3g}" if nbytes else ""]
         for mbit in LINKS if timed else ():
             seconds = seconds_to(ours.lines[0]["course"], 1.01 * exact.mean(), compute_s or 0.0, mbit)
             cells.append("not reached" if seconds is None else tell_time(seconds))
@@ -230,8 +269,9 @@ def draw(found: dict[str, list[Any]], title: str, path: Path) -> None:
         exact = name in ("adam", "allreduce")
         if course:
             x, y = [row[3] / 1e6 for row in course], [row[1] for row in course]
-            colour = "black" if exact else plt.get_cmap("tab20")(i % 20)
-            axes.plot(x, y, color=colour, lw=2.2 if exact else 1.4, ls="--" if i >= 20 else "-")
+            colour = "black" if exact else plt.get_cmap("tab10" if len(found) <= 10 else "tab20")(i % 20)
+            style = {"lw": 2.2 if exact else 1.4, "ls": "--" if i >= 20 else "-"}
+            axes.plot(x, y, color=colour, marker="o" if len(x) == 1 else None, **style)
             axes.annotate(
                 name, (x[-1], y[-1]), (4, 0), textcoords="offset points", fontsize=8, color=colour, va="center"
             )

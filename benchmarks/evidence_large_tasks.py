@@ -25,7 +25,6 @@ SHARES = (0.25, 0.5, 0.75, 1.0)  # of the samples, of which exact training's cur
 CURVED = ("text25",)  # tasks of which there is such a curve
 RATES, LOWER, OUTERS = (0.3, 1.0, 3.0), 0.1, (0.4, 0.7, 1.0)
 LENGTH = 256
-BETAS = (0.9, 0.95)  # of AdamW
 
 
 class Large(NamedTuple):
@@ -134,7 +133,7 @@ def gpt(width: int, layers: int, judged: int, folder: Path) -> Data:
 
 
 def make_gpt(width: int, layers: int, letters: int = 256) -> Any:
-    """A decoder that predicts the next byte: blocks as in GPT-2, heads of 64, queries and keys normalised, no biases."""
+    """A decoder that predicts the next byte: GPT-2 with heads of 64, without biases and gains."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -187,8 +186,7 @@ def make_gpt(width: int, layers: int, letters: int = 256) -> Any:
             h = torch.bmm(letter, embed.to(dtype)) + position[:, :length].to(dtype).repeat(1, sequences, 1)
             for qkv, out, up, down in zip(*[iter(hidden)] * 4, strict=True):
                 heads = Linear.apply(F.layer_norm(h, (width,)), qkv).view(-1, length, 3, width // 64, 64)
-                qk = F.layer_norm(heads[:, :, :2], (64,))
-                q, k, v = (x.transpose(1, 2) for x in (*qk.unbind(2), heads[:, :, 2]))
+                q, k, v = heads.permute(2, 0, 3, 1, 4)
                 seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
                 h = h + Linear.apply(seen.reshape(models, -1, width), out)
                 h = h + Linear.apply(F.gelu(Linear.apply(F.layer_norm(h, (width,)), up)), down)

@@ -29,8 +29,8 @@ whether a claim holds, and claims that do not hold are shown like the others. Th
 and {workers} workers take part: a claim that does not hold here may hold at the size of its paper, and vice versa.
 {larger}
 """
-LARGER = """[At a larger size](#at-a-larger-size) most methods were run once more: on a GPT of 25.6 million parameters,
-each at its own best learning rate."""
+LARGER = """[At a larger size](#at-a-larger-size), on a GPT of 25.6 million parameters, methods are compared at learning
+rates of their own."""
 NOT_LARGER = """`benchmarks/evidence_large.py` trains a GPT of 25.6 million parameters and a ResNet under most methods;
 it needs a GPU, and there are no results of it yet."""
 HOW = """## How it is measured

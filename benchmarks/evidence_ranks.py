@@ -202,26 +202,45 @@ class Turns:
 
 
 class BatchedMuon(torch.optim.Muon):
-    """torch.optim.Muon's step on all matrices of a shape at once."""
+    """torch.optim.Muon's step on all matrices of a shape at once; on a GPU all but the last part of it is a CUDA graph,
+    if gradients stay where they are."""
+
+    _places: tuple[int, ...] = ()
+    _graph: torch.cuda.CUDAGraph | None = None
+    _steps: Sequence[Tensor] = ()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is None
-        for group in self.param_groups:
-            params: list[Tensor] = []
-            grads: list[Tensor] = []
-            buffers: list[Tensor] = []
-            self._init_group(group, params, grads, buffers)
-            if not params:
-                continue
-            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            updates = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            for shape in dict.fromkeys(p.shape for p in params):
-                mine = [i for i, p in enumerate(params) if p.shape == shape]
-                steps = orthogonalise(torch.stack([updates[i] for i in mine]), group)
-                rate = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-                torch._foreach_add_([params[i] for i in mine], [x.float() for x in steps.unbind()], alpha=-rate)
+        [group] = self.param_groups
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        buffers: list[Tensor] = []
+        self._init_group(group, params, grads, buffers)
+        places = tuple(x.data_ptr() for x in (*grads, *buffers))
+        if not grads[0].is_cuda or places != self._places:
+            self._steps, self._graph = find_steps(grads, buffers, group), None
+        elif self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._steps = find_steps(grads, buffers, group)
+        if self._graph is not None:
+            self._graph.replay()
+        self._places = places
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, self._steps, alpha=-group["lr"])
+
+
+def find_steps(grads: Sequence[Tensor], buffers: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """Where each matrix goes, at a learning rate of 1."""
+    torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+    updates = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
+    found: dict[int, Tensor] = {}
+    for shape in dict.fromkeys(x.shape for x in grads):
+        mine = [i for i, x in enumerate(grads) if x.shape == shape]
+        steps = orthogonalise(torch.stack([updates[i] for i in mine]), group).float()
+        found |= zip(mine, (steps * max(1.0, shape[0] / shape[1]) ** 0.5).unbind(), strict=True)
+    return [found[i] for i in range(len(grads))]
 
 
 def orthogonalise(x: Tensor, group: dict[str, Any]) -> Tensor:

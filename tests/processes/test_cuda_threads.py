@@ -17,7 +17,7 @@ def late(value: float, n: int = N, dtype: torch.dtype = torch.float32) -> torch.
     x = torch.randn(2048, 2048, device="cuda")
     for _ in range(10):
         x = torch.mm(x, x).clamp_(-1, 1)
-    return torch.full((n,), value, device="cuda").add_(x[0, 0] * 0).to(dtype)
+    return torch.full((n,), float(value), device="cuda").add_(x[0, 0] * 0).to(dtype)
 
 
 @pytest.mark.parametrize("inline", [True, False])

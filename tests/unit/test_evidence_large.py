@@ -53,7 +53,7 @@ def test_a_run_is_plain_training_at_the_rates_that_it_says(task: str, tmp_path: 
     found = run_whole(run, tmp_path)
     torch.manual_seed(1)
     data, step = tiny(tmp_path), 0
-    optimizer = torch.optim.AdamW(data.model.parameters(), betas=made.BETAS)
+    optimizer = torch.optim.AdamW(data.model.parameters())
     alone = un.World(None, hosts=["localhost"])
     for epoch in range(3):
         for x, y in un.shard(data.train, batch_size=32, seed=1, epoch=epoch, name=f"plain {epoch}", world=alone):
@@ -256,3 +256,52 @@ def test_fashions_files_are_read(tmp_path: Path) -> None:
 
     (tmp_path / "x.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6])))
     assert made.read_idx(tmp_path / "x.gz").tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def make_lines(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """What a file has, of runs whose learning rate makes no difference; exact training with fewer samples is worse."""
+    lines: dict[str, dict[str, Any]] = {}
+    while todo := made.left("text25", list(losses), 3, 2000, 8, lines):
+        for run in todo:
+            name = next(name for name in losses if made.VARIANTS[name].spec == run.variant.spec)
+            loss = losses[name][run.seed % 3] * (2000 / run.steps) ** 0.1 + 0.01 * (run.share != 1)
+            course = [[run.steps // 2, 2 * loss, 0.5, 5e8], [run.steps, loss, 0.5, 1e9 if name == "adam" else 1e7]]
+            lines[run.key] = {
+                "kind": "run",
+                "key": run.key,
+                "task": "text25",
+                "workers": 8,
+                "spec": "",
+                "bytes": course[1][3],
+            }
+            lines[run.key] |= {"seed": run.seed, "steps": run.steps, "loss": loss, "course": course}
+            lines[run.key] |= {"session": "now", "accuracy": 0.5, "parameters": 25_600_000}
+    start = {"kind": "session", "session": "now", "date": "2026-11-19", "torch": "2.11", "python": "3.12"}
+    alone = {"kind": "compute", "key": "text25 | x", "task": "text25", "workers": 8, "step_s": 0.004, "session": "now"}
+    return [start, alone, *lines.values()]
+
+
+def test_the_page_compares_with_exact_training() -> None:
+    losses = {"adam": [1.00, 1.01, 0.99], "sparseloco": [1.02] * 3, "topk": [1.2] * 3, "bf16": [1.005] * 3}
+    page = results.section(make_lines(losses))
+    assert "**holds in part** (+2.00 %, with 100 times fewer bytes)" in page
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert list(rows) == ["adam", "bf16", "sparseloco", "topk"]
+    assert "| 1.0000 ± 0.0100 | 3 | +0.00 % | reference | 1,000 | 1 |" in rows["adam"]
+    assert rows["adam"].endswith("| 88 s | 16 s | 9 s |")
+    assert "| +0.50 % | **holds** | 10 | 100 |" in rows["bf16"]
+    assert "**does not hold here**" in rows["topk"]
+    assert rows["topk"].endswith("| not reached | not reached | not reached |")
+
+
+def test_the_planner_learns_from_the_large_runs() -> None:
+    learning: Any = import_module("evidence_learning")
+    lines = make_lines(
+        {"adam": [1.0, 1.1, 0.9], "topk": [0.75**-0.1 * x for x in (1.0, 1.1, 0.9)], "bf16": [1.0, 1.1, 0.9]}
+    )
+    found = {variant.spec: one for variant, one in learning.judge_large(lines)}
+    assert found["warmup(topk(k=0.01), steps={tenth})"].share == pytest.approx(0.75, abs=1e-6)
+    assert found["bf16"][:4] == (1.0, 1.0, 1.0, "text25")
+    rows = learning.make_file([], [], lines)
+    assert '"task": "text25", "seeds": 3' in rows
+    assert "allreduce(reducer=warmup(inner=topk))" in rows

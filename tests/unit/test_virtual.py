@@ -109,3 +109,12 @@ def test_bad_settings_are_refused() -> None:
         with pytest.raises(ValueError, match=r"expected bits_per_s > 0"):
             un.simulate(2, **bad)
     assert un.simulate(1).size == 1
+
+
+def test_a_world_of_threads_has_the_device_that_was_asked_for_and_backward_runs_in_its_own_thread() -> None:
+    def work(world: World) -> tuple[torch.device, bool]:
+        return world.device, torch._C._is_multithreading_enabled()
+
+    assert un.run_threads(work, 2, device="meta") == [(torch.device("meta"), False)] * 2
+    assert un.run_threads(work, 1)[0][0] == torch.device("cpu")
+    assert torch._C._is_multithreading_enabled()

@@ -59,9 +59,11 @@ class Scripted(ThreadTransport):
         super().__init__(hub, rank)
         self.script = script
 
-    def _meet(self, what: str, sign: Any, item: Any = None) -> tuple[list[Any], float]:
+    def _meet(
+        self, what: str, sign: Any, item: Any = None, near: torch.Tensor | None = None
+    ) -> tuple[list[Any], float]:
         self.script.look(what, after=False)
-        found = super()._meet(what, sign, item)
+        found = super()._meet(what, sign, item, near)
         self.script.look(what, after=True)
         return found
 

@@ -339,7 +339,9 @@ def test_an_operation_on_a_stream_runs_at_once_and_is_finished_by_who_waits(
         return 0.0, "result"
 
     transport = SimulatedTransport(0, 2, bits_per_s=1e9, latency_s=0.0)
-    monkeypatch.setattr("unisono.world.operations.choose_route", lambda *_: Route(transport, finish=finish, at_once=True))
+    monkeypatch.setattr(
+        "unisono.world.operations.choose_route", lambda *_: Route(transport, finish=finish, at_once=True)
+    )
     operations = Operations("world", transport, transport, Ledger(), inline=inline)
     on_device: Any = SimpleNamespace(is_cuda=True)
     handle = operations.run(operations.record("all_reduce", "x", 0), on_device, run)

@@ -23,6 +23,7 @@ class StandIn:
         self.made: dict[int, Segment] = {}  # by the address of its storage
         self.settled = self.mapped = self.unmapped = 0
         self._lines: list[Tensor] = []
+        self._files: list[int] = []
 
     def settle(self) -> None:
         self.settled += 1
@@ -38,6 +39,7 @@ class StandIn:
 
     def allocate(self, nbytes: int) -> Tensor:
         fd = os.memfd_create("device")
+        self._files.append(fd)
         os.ftruncate(fd, nbytes)
         line = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         handle = publish(fd).encode().ljust(HANDLE_BYTES, b"\0")
@@ -45,6 +47,11 @@ class StandIn:
         self.made[address] = Segment(len(self._lines), address, nbytes, handle)
         self._lines.append(line)
         return line
+
+    def close(self) -> None:
+        """Give the files back: nobody maps one any more."""
+        while self._files:
+            os.close(self._files.pop())
 
     def lose(self, line: Tensor) -> None:
         self.made.pop(line.data_ptr())

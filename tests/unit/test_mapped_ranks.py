@@ -28,9 +28,10 @@ def run_mapped(fn: Callable[[CudaSharedTransport, StandIn], Any], size: int, **h
     """`fn(transport, memory)` on threads that talk as processes on one device do; errors are results."""
     fd = os.memfd_create(PAGE_NAME)
     results: list[Any] = [None] * size
+    memories = [StandIn(refuses=how.get("refuses") == rank) for rank in range(size)]
 
     def work(rank: int) -> None:
-        memory = StandIn(refuses=how.get("refuses") == rank)
+        memory = memories[rank]
         try:
             transport = CudaSharedTransport(fd, rank, size, memory, timeout_s=how.get("timeout_s", 20.0))
             results[rank] = fn(transport, memory)
@@ -45,6 +46,8 @@ def run_mapped(fn: Callable[[CudaSharedTransport, StandIn], Any], size: int, **h
         thread.join(60)
     os.close(fd)
     assert not any(thread.is_alive() for thread in threads)
+    for memory in memories:
+        memory.close()
     return results
 
 

@@ -81,7 +81,7 @@ def _leave_capture(device: torch.device, pool: Any) -> None:
     with suppress(RuntimeError, AttributeError):
         cuda._cuda_endAllocateToPool(torch.cuda._utils._get_device_index(device), pool)
     with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
-        x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+        x, graph = torch.zeros(1, dtype=torch.float32, device=device), torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         x.add_(1)
         graph.capture_end()

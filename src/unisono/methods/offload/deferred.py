@@ -368,7 +368,7 @@ class Deferred:
         """Take the state of those tiles to the device that have the largest gradients, of all units together."""
         whole = {u: found.cpu()[: self._shards[u].length // self.tile] for u, found in squares.items()}
         count = math.ceil(self._keep * sum(found.numel() for found in whole.values()))
-        order = torch.cat([*whole.values(), torch.empty(0)]).argsort(descending=True, stable=True)
+        order = torch.cat([*whole.values(), torch.empty(0, dtype=torch.float32)]).argsort(descending=True, stable=True)
         first = torch.zeros(order.numel(), dtype=torch.bool).index_fill_(0, order[:count], True)
         found = dict(zip(whole, first.split([each.numel() for each in whole.values()]), strict=True))
         tiles = {u: mine.nonzero().flatten().tolist() for u, mine in found.items()}

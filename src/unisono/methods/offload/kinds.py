@@ -135,8 +135,8 @@ def _keeps_blocks(rule: OwnRule, group: Settings, params: Sequence[Tensor]) -> b
     them has in common, which go with no part of the tensor."""
     found = []
     for size in (_CUT, min(_LARGE, max((param.numel() for param in params), default=0))):
-        leaf = torch.nn.Parameter(torch.ones(size), requires_grad=False)
-        leaf.grad, state = torch.ones(size), rule.first_state(group, leaf)
+        leaf = torch.nn.Parameter(torch.ones(size, dtype=torch.float32), requires_grad=False)
+        leaf.grad, state = torch.ones_like(leaf), rule.first_state(group, leaf)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             rule.step(dict(group), [leaf], [state])
         found.append({k: v.is_floating_point() if isinstance(v, Tensor) else None for k, v in state.items()})

@@ -196,7 +196,7 @@ def agrees(library: ctypes.CDLL, width: int, kind: int) -> bool:
         for spans, ratios in (([0, 2048, 2112, 4992], ([1.0, 1.75, 0.8125], 2000)), ([0, 2011, 2500, 4999], None)):
             for narrow, count, lr in ((_WIDE, 1.0, 0.1), (_NARROW, 7.5, 1e-3), (_WIDE, 3e4, 1e-5)):
                 for decay, beta1, fresh in ((0.0, 0.9, False), (0.1, 0.4, count == 1.0)):
-                    p, g, m = (torch.randn(spans[-1], generator=generator) * 10.0**-i for i in range(3))
+                    p, g, m = (torch.randn(spans[-1], dtype=_WIDE, generator=generator) * 10.0**-i for i in range(3))
                     if ratios is not None and kind == ADAM:
                         decay = 0.0
                     numbers = [lr, decay, beta1, 0.999, 1e-8]
@@ -233,7 +233,7 @@ def _agrees(
             library.job_wait(pool, library.job_start(pool, ctypes.byref(step.args)))
         else:
             master, *state = every
-            scratch = [torch.empty(master.numel()) for _ in range(3)]
+            scratch = [torch.empty(master.numel(), dtype=_WIDE) for _ in range(3)]
             bits = [line.view(torch.int32) for line in scratch[1:]]
             head: list[Any] = [kind, numbers, [False, False], torch.tensor(count), fresh, [0.0, 0.0], spans, master]
             rest: list[Any] = [gradient, scale, state, out, scratch, bits, table, places, master.numel(), [master], []]

@@ -38,8 +38,14 @@ from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.cuda_memory import HANDLE_BYTES, Memory, NotShareable, Segment
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
 from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, open_published, publish
-from unisono.world.transports.meeting_page import ITEM_LIMIT, PAGE_NAME, MeetingPage, is_supported
-from unisono.world.transports.meeting_plans import EXTRA_LIMIT, meet_with_plan
+from unisono.world.transports.meeting_page import (
+    EXTRA_LIMIT,
+    ITEM_LIMIT,
+    PAGE_NAME,
+    MeetingPage,
+    is_supported,
+    meet_with_plan,
+)
 from unisono.world.transports.sent_sizes import describe_uneven
 from unisono.world.transports.stage import cut_blocks
 

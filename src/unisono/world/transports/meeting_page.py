@@ -1,4 +1,4 @@
-"""The page of memory in which the processes of one host meet, add small tensors up and announce direct messages.
+"""The page of memory in which the processes of one host meet and tell each other what they are about to do.
 
 Meeting takes a counter a rank, and a futex to sleep on: a few microseconds where each worker has a core of its own.
 The page is a memfd: it has no name in any file system and the kernel frees it with its last process, also after
@@ -8,7 +8,6 @@ The page is a memfd: it has no name in any file system and the kernel frees it w
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import platform
@@ -17,10 +16,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from zlib import crc32
 
 import torch
-from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
 from unisono.launchers.runtime import debug_pause
@@ -38,7 +36,6 @@ from unisono.world.transports import (
     tell_at_exit,
     warn_of_each_other,
 )
-from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.neighbour_stacks import BYTES, Neighbours
 from unisono.world.transports.process_watch import ProcessWatch
 
@@ -59,17 +56,19 @@ _DISAGREES = "gave up, as the ranks disagree: "
 _SLOT = 240
 _TOP = struct.Struct("=dqIIH")
 ITEM_LIMIT = _SLOT - _TOP.size
-_DEPTH = 16  # small all-reduces under way at once
-_SMALL_HEAD = 64  # time, operation, dtype, elements, number of the collective, its signature
-_SMALL_TOP, _SMALL_TIME = struct.Struct("dIIqqII"), struct.Struct("d")
-_SMALL_SLOT = _SMALL_HEAD + SMALL_BYTES
-_SMALL_ROW = 64 + _DEPTH * _SMALL_SLOT
+SMALL_DEPTH = 16  # small all-reduces under way at once
+SMALL_HEAD = 64  # time, operation, dtype, elements, number of the collective, its signature
+SMALL_SLOT = SMALL_HEAD + SMALL_BYTES
+_SMALL_ROW = 64 + SMALL_DEPTH * SMALL_SLOT
 PAIR_BYTES = 64  # chunks posted, chunks taken
 
-_VIEWS = 4096  # kept for shapes that come again
 _DESCRIPTION_TOP = struct.Struct("IiII")  # how often the ranks have disagreed; rank in the world, what, where
 _TO_TELL_S = 1.0  # that ranks which disagree wait for each other's calls
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3, "product": 4, "and": 5, "or": 6, "xor": 7}
+_PLAN_HEAD = struct.Struct("BBHqiq")  # operation, dtype, which collective, elements, where they lie (two numbers)
+_PLAN = b"plan"  # how an item begins: what its rank came to do
+EXTRA_LIMIT = ITEM_LIMIT - len(_PLAN) - _PLAN_HEAD.size
+_NO_PLAN = _PLAN + _PLAN_HEAD.pack(255, 0, 0, 0, -1, 0)  # of a rank that came for something else
 
 
 assert _LATE + BYTES <= _SLOTS
@@ -423,169 +422,51 @@ def _show_wait(is_waiting: bool) -> None:
         page.show_wait(_program_waits)
 
 
-class SmallAllReduce:
-    """All-reduces of at most `SMALL_BYTES` bytes: post mine, and sum when all have come.
+def meet_with_plan(
+    page: MeetingPage,
+    what: str,
+    op: Op,
+    dtype: torch.dtype,
+    count: int,
+    place: tuple[int, int] = (-1, 0),
+    *,
+    same: bool = True,
+    extra: bytes = b"",
+) -> tuple[list[tuple[int, ...]], list[bytes], float]:
+    """Meet, and compare what each rank is about to do. `same`: with as many elements on each; `extra`: what else the
+    others are told.
 
-    A slot is written again after `_DEPTH` messages; by then its owner has ended the old one and knows that
-    the others have read it, because it waits for their counters of ended messages. These are announced now and
-    then, ahead of need, so that ranks in step do not wait for each other twice.
+    Returns every rank's (operation, dtype, collective, elements, place), what else it told, and when the last came.
     """
-
-    def __init__(self, page: MeetingPage) -> None:
-        self.page = page
-        self._rows = page.small_rows
-        self._memory = torch.frombuffer(page.memory, dtype=torch.uint8)
-        self._base = self._memory.data_ptr()
-        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
-        self._scales: dict[torch.dtype, Tensor] = {}
-        self._next = 0
-        self._open: dict[int, _Posted] = {}  # in the order posted
-        self._announced = 0  # all before this one are ended, and the others know
-        self._lock = threading.RLock()
-
-    def post(
-        self, x: Tensor, op: Op, sequence: int, signature: CallSignature | None
-    ) -> tuple[Callable[[], float], Callable[[], bool]]:
-        """Begin an all-reduce of contiguous `x`: what ends it and tells when the last rank came, and whether all have.
-
-        `sequence` and `signature` are the collective's in its world.
-        """
-        n = x.numel()
-        with self._lock:
-            k = self._next
-            self._next = k + 1
-            if k >= _DEPTH:
-                self._make_room(k - _DEPTH)
-            row = self._rows[self.page.rank]
-            head = row + 64 + k % _DEPTH * _SMALL_SLOT
-            ctypes.memmove(self._base + head + _SMALL_HEAD, x.data_ptr(), n * x.element_size())
-            what, where = (signature.what, signature.where) if signature is not None else (0, 0)
-            top = (OP_CODES[op], DTYPE_CODES[x.dtype], n, sequence, what, where)
-            _SMALL_TOP.pack_into(self.page.memory, head, time.perf_counter(), *top)
-            self.page.counters.publish(row, k + 1)
-            posted = self._open[k] = _Posted(self, k, x, op, sequence, signature)
-            return posted.finish, posted.is_ready
-
-    def finish(self, posted: _Posted) -> None:
-        """End an all-reduce, unless it has ended."""
-        with self._lock:
-            if posted.k in self._open:
-                try:
-                    posted.last = self._finish(posted)
-                except Mismatch as error:  # it is the error of who waits for this one, at any time
-                    posted.wrong = error
-                del self._open[posted.k]
-                if next(iter(self._open), self._next) - self._announced >= _DEPTH // 2:
-                    self._announce()
-
-    def is_ready(self, k: int) -> bool:
-        """Whether to finish number `k` would not have to wait."""
-        counters = self.page.counters
-        return k not in self._open or not any(is_behind(counters[row], k + 1) for row in self._rows)
-
-    def _make_room(self, old: int) -> None:
-        if old in self._open:
-            self.finish(self._open[old])
-        if self._announced <= old:
-            self._announce()
-        for r in range(self.page.size):
-            if r != self.page.rank:
-                self.page.await_counter(self._rows[r] + 4, old + 1, r, "all_reduce")
-
-    def _announce(self) -> None:
-        self._announced = next(iter(self._open), self._next - 1)  # the newest may be on its way
-        self.page.counters.publish(self._rows[self.page.rank] + 4, self._announced)
-
-    def _finish(self, posted: _Posted) -> float:
-        page, k, op = self.page, posted.k, posted.op
-        for r in page.peers:
-            page.await_counter(self._rows[r], k + 1, r, "all_reduce", posted.check_large)
-        offset, memory = 64 + k % _DEPTH * _SMALL_SLOT, page.memory
-        tops = [memory[row + offset : row + offset + _SMALL_TOP.size] for row in self._rows]
-        said = tops[page.rank][8:]  # all but the time
-        if [top[8:] for top in tops].count(said) == page.size:
-            if posted.signature is not None:
-                posted.signature.check_places((posted.signature.where,), list)
-        else:
-            self._compare([_SMALL_TOP.unpack(top) for top in tops], posted.signature)
-        x = posted.x.detach().view(-1)
-        views = self._slot_views(x, k % _DEPTH)
-        if op in ("sum", "mean") and x.dtype in (torch.float32, torch.float64) and page.peers:
-            torch.add(views[0], views[1], out=x)
-            for view in views[2:]:
-                torch.add(x, view, out=x)
-            if op == "mean":
-                torch.mul(x, self._find_scale(x.dtype), out=x)
-        else:
-            combine(views, op, x)
-        return float(max([_SMALL_TIME.unpack_from(top)[0] for top in tops]))
-
-    def _compare(self, heads: Sequence[tuple[Any, ...]], signature: CallSignature | None) -> None:
-        """Raise Mismatch if the ranks, whose heads differ, are not in the same collective."""
-        page = self.page
-        mine, whats = heads[page.rank][1:5], {head[5] for head in heads}
-        if any(head[1:5] != mine for head in heads) or (len(whats) > 1 and 0 not in whats):
-            names = list(OP_CODES)
-            each = ", ".join(
-                f"rank {r} has {names[o]} of {n} x {DTYPES[d]} as collective {i}"
-                for r, (_, o, d, n, i, _, _) in enumerate(heads)
-            )
-            raise Mismatch(f"all_reduce: the ranks disagree; {each}", calls=page.exchange_descriptions(signature))
-        if signature is not None:
-            signature.check_places([head[6] for head in heads], lambda: page.exchange_descriptions(signature))
-
-    def _find_scale(self, dtype: torch.dtype) -> Tensor:
-        """What a sum is multiplied by for the mean; as a tensor, since that costs less than a number."""
-        if dtype not in self._scales:
-            self._scales[dtype] = torch.tensor(1.0 / self.page.size, dtype=dtype)
-        return self._scales[dtype]
-
-    def holds(self, rank: int, sequence: int) -> bool:
-        """Whether `rank` has posted the collective with this number."""
-        starts = (self._rows[rank] + 64 + slot * _SMALL_SLOT for slot in range(_DEPTH))
-        return any(_SMALL_TOP.unpack_from(self.page.memory, start)[4] == sequence for start in starts)
-
-    def _slot_views(self, x: Tensor, slot: int) -> list[Tensor]:
-        key = (x.dtype, x.numel(), slot)
-        found = self._views.get(key)
-        if found is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            nbytes = x.numel() * x.element_size()
-            starts = [row + 64 + slot * _SMALL_SLOT + _SMALL_HEAD for row in self._rows]
-            found = [self._memory[s : s + nbytes].view(x.dtype) for s in starts]
-            self._views[key] = found
-        return found
+    kind = crc32(what.encode()) & 0xFFFF
+    page.arrive(_PLAN + _PLAN_HEAD.pack(OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place) + extra)
+    last = page.await_all(what)
+    items = [item if item.startswith(_PLAN) else _NO_PLAN for item in page.read_items()]
+    heads = [_PLAN_HEAD.unpack_from(item, len(_PLAN)) for item in items]
+    keep = 4 if same else 3
+    numbers = page.read_sequences()
+    if any(head[:keep] != heads[0][:keep] for head in heads) or len(set(numbers)) > 1:
+        ops = list(OP_CODES)
+        each = [
+            f"rank {r} has {ops[h[0]] if h[0] < len(ops) else 'another operation'} of {h[3]} x {DTYPES[h[1]]}"
+            + ("" if h[2] == kind else " in another collective")
+            + ("" if len(set(numbers)) == 1 else f" as collective {numbers[r]}")
+            for r, h in enumerate(heads)
+        ]
+        calls = page.exchange_descriptions(page.signature)
+        raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each), calls=calls)
+    check_signatures(page, what)
+    return heads, [item[len(_PLAN) + _PLAN_HEAD.size :] for item in items], last
 
 
-class _Posted:
-    """A small all-reduce of one rank that is under way, or has ended."""
-
-    __slots__ = ("_all", "k", "last", "op", "sequence", "signature", "wrong", "x")
-
-    def __init__(
-        self, every: SmallAllReduce, k: int, x: Tensor, op: Op, sequence: int, signature: CallSignature | None
-    ) -> None:
-        self._all, self.k, self.x, self.op = every, k, x, op
-        self.sequence, self.signature = sequence, signature
-        self.last = math.nan  # when the last rank came
-        self.wrong: Mismatch | None = None
-
-    def finish(self) -> float:
-        self._all.finish(self)
-        if self.wrong is not None:
-            raise self.wrong
-        return self.last
-
-    def is_ready(self) -> bool:
-        return self._all.is_ready(self.k)
-
-    def check_large(self, rank: int) -> None:
-        """Called for a rank that does not come: Mismatch if it is in this collective with something else."""
-        page = self._all.page
-        if self.sequence and page.read_sequence(rank) == self.sequence:
-            raise Mismatch(
-                f"all_reduce: the ranks disagree; rank {page.rank} has a small one, of {self.x.numel()} x "
-                f"{self.x.dtype}, where rank {rank} has a large one or another collective",
-                calls=page.exchange_descriptions(self.signature),
-            )
+def check_signatures(page: MeetingPage, what: str) -> None:
+    """Compare what the ranks of the meeting that just ended called, beyond its size, and where."""
+    signature = page.signature
+    if signature is None:
+        return
+    whats, wheres = page.read_signatures()
+    if whats.count(signature.what) != page.size and 0 not in whats:
+        calls = page.exchange_descriptions(signature)
+        each = "; ".join(f"rank {call.rank} has {call.text}" for call in calls)
+        raise Mismatch(f"{what}: the ranks disagree; {each}", calls=calls)
+    signature.check_places(wheres, lambda: page.exchange_descriptions(signature))

@@ -34,9 +34,15 @@ from unisono.world.transports import (
 from unisono.world.transports.arithmetic import SpareCores, combine, cut_share, cut_tiles
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
 from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, allow_reading, open_published, publish
-from unisono.world.transports.meeting_page import ITEM_LIMIT, PAGE_NAME, MeetingPage, SmallAllReduce
-from unisono.world.transports.meeting_plans import check_signatures, meet_with_plan
+from unisono.world.transports.meeting_page import (
+    ITEM_LIMIT,
+    PAGE_NAME,
+    MeetingPage,
+    check_signatures,
+    meet_with_plan,
+)
 from unisono.world.transports.sent_sizes import WEIGHTS, describe_uneven, weigh_sizes
+from unisono.world.transports.small_all_reduce import SmallAllReduce
 from unisono.world.transports.stage import Stage, count_stage_bytes, cut_blocks
 
 _READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together

@@ -129,7 +129,7 @@ class Steps:
         self._held = self._list_held()
         self._kept = [name for name in optimizer.defaults if name not in _OURS]
         self.settings = [self._read(group) for group in self.groups]
-        self._rates = [torch.zeros((), device=copies[0][0].device) for _ in self.groups]
+        self._rates = [torch.zeros((), dtype=torch.float32, device=copies[0][0].device) for _ in self.groups]
         self._known: list[float | None] = [None] * len(self.groups)  # what is in these
         self._places = {param: i for i, (_, param) in enumerate(learners.named)}
         own = {"fused": True, **({"capturable": True} if "capturable" in optimizer.defaults else {})}

@@ -70,7 +70,7 @@ class Offloading:
         self._engine: Engine | None = None
         self._host_shards: HostShards | None = None  # the engine, while units are added to it
         self._disk: Disk | None = None
-        self._steps = 0
+        self._steps, self._puts_off = 0, bool(strategy.puts_off)
         self._offered: set[Unit] = set()  # units whose gradient waits for the step
         if "disk" in self.placement.homes:
             give_back_freed_memory()
@@ -175,7 +175,7 @@ class Offloading:
         self.engine.retry()
         self._steps += 1  # as the engine does
         self._offered = set()
-        delay = bool(self.strategy.puts_off) and self._steps > self.strategy.delay_after
+        delay = self._puts_off and self._steps > self.strategy.delay_after
         ranges = {self._at[unit]: found for unit, found in absent.items() if found}
         self.engine.step(scale, ranges, delay=delay)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +31,8 @@ from test_pipeline import (
 from torch import Tensor
 
 from unisono.methods.offload import plan
-from unisono.methods.offload.ahead import StepsAhead
+from unisono.methods.offload.ahead import Guess, StepsAhead
+from unisono.methods.offload.blocks import Block
 from unisono.methods.offload.pipeline import Pipeline
 from unisono.methods.offload.stepper import Stepper
 
@@ -317,6 +319,92 @@ def test_units_whose_turn_has_not_come_are_stepped_in_place(monkeypatch: pytest.
         assert len(gate.started) == 1
     assert pipeline.ahead is not None
     assert (pipeline.ahead.claimed, pipeline.ahead.missed) == (3, 0)
+    expected = plain(adamw, gradients)
+    assert_same(masters(pipeline), expected)
+    assert_same(compute, [line.to(torch.bfloat16) for line in expected])
+    pipeline.close()
+
+
+@pytest.fixture
+def last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guess is stepped when it is waited for; if it is not, after what next steps its block has ended."""
+    waiting: dict[int, Callable[[], Any]] = {}
+    start_ahead, start = Stepper.start_ahead, Stepper.start
+
+    def late_ahead(self: Any, index: int, gradient: Tensor, *args: Any, **options: Any) -> Any:
+        here, former = gradient.clone(), waiting.pop(index, lambda: None)
+
+        @functools.cache
+        def step() -> Callable[[], None]:
+            wait, take = start_ahead(self, index, here, *args, **options)
+            wait()
+            former()
+            return take
+
+        waiting[index] = step
+        return step, lambda: step()()
+
+    def start_and_more(self: Any, index: int, *args: Any, **options: Any) -> Callable[[], None]:
+        wait, former = start(self, index, *args, **options), waiting.pop(index, lambda: None)
+
+        def end() -> None:
+            wait()
+            former()
+
+        return end
+
+    monkeypatch.setattr(Stepper, "start_ahead", late_ahead)
+    monkeypatch.setattr(Stepper, "start", start_and_more)
+
+
+@pytest.mark.usefixtures("patient", "last")
+def test_a_wrong_guess_has_ended_when_its_unit_is_stepped_again(slow: LateStreams) -> None:
+    gradients = random_gradients(2)
+    pipeline, compute = built(adamw, streams=slow, ahead=True)
+    train(pipeline, gradients, scale=0.5)
+    pipeline.finish()
+    expected = plain(adamw, gradients, scale=0.5)
+    assert_same(masters(pipeline), expected)
+    assert_same(compute, [line.to(torch.bfloat16) for line in expected])
+    pipeline.close()
+
+
+@pytest.mark.usefixtures("patient", "last")
+def test_a_guess_has_ended_when_its_unit_gets_another_gradient(slow: LateStreams) -> None:
+    gradients = random_gradients(2)
+    pipeline, compute = built(adamw, streams=slow, ahead=True)
+    for u in reversed(UNITS):
+        pipeline.offer(u, gradients[0][u].clone())
+        assert pipeline.ahead is not None
+        assert pipeline.ahead._guesses[u]._started.wait(30)
+        pipeline.offer(u, gradients[1][u].clone(), replace=True)
+    pipeline.step()
+    pipeline.finish()
+    expected = plain(adamw, gradients[1:])
+    assert_same(masters(pipeline), expected)
+    assert_same(compute, [line.to(torch.bfloat16) for line in expected])
+    assert (pipeline.ahead.claimed, pipeline.ahead.missed) == (4, 4)
+    pipeline.close()
+
+
+@pytest.mark.usefixtures("patient", "last")
+def test_guesses_have_ended_when_an_update_that_failed_goes_on(
+    monkeypatch: pytest.MonkeyPatch, slow: LateStreams
+) -> None:
+    gradients = random_gradients(1)
+    pipeline, compute = built(adamw, streams=slow, ahead=True)
+    find_take = Guess.find_take
+
+    def failing(guess: Guess, block: Block) -> Callable[[], None]:
+        if block.index == 0:
+            raise MemoryError("no more")
+        return find_take(guess, block)
+
+    monkeypatch.setattr(Guess, "find_take", failing)
+    train(pipeline, gradients)
+    with pytest.raises(MemoryError, match="no more"):
+        pipeline.finish()
+    pipeline.retry()
     expected = plain(adamw, gradients)
     assert_same(masters(pipeline), expected)
     assert_same(compute, [line.to(torch.bfloat16) for line in expected])

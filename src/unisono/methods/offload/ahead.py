@@ -14,7 +14,6 @@ Until then nobody sees a guess: values, state and counts are those before it, an
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -113,7 +112,7 @@ class StepsAhead:
         for block in blocks:
             self._blocks.setdefault(block.unit, []).append(block)
         self._guesses: dict[int, Guess] = {}
-        self._under_way: deque[Guess] = deque()  # of the lane: threads that are done with one go on with the next
+        self._under_way: dict[int, Guess] = {}  # of the lane: threads that are done with one go on with the next
         self._absent: Mapping[int, Ranges] = {}  # in the last step: those that stay unused are guessed right
         self.claimed = self.missed = 0
 
@@ -124,13 +123,21 @@ class StepsAhead:
                 self._forget([self._guesses[u]])
             guess = Guess(self._stepper.foresee(), self._absent.get(u, ()), self._blocks[u])
             self._guesses[u] = guess
-            self._lane.submit(partial(self._begin, guess, arrived))
+            self._lane.submit(partial(self._begin, u, guess, arrived))
 
-    def _begin(self, guess: Guess, arrived: Mark) -> None:
+    def _begin(self, u: int, guess: Guess, arrived: Mark) -> None:
+        self.end(u)
         while len(self._under_way) >= _AT_ONCE:
-            self._under_way.popleft().wait()
+            self.end(next(iter(self._under_way)))
         guess.begin(arrived, partial(self._start, guess))
-        self._under_way.append(guess)
+        self._under_way[u] = guess
+
+    def end(self, u: int) -> None:
+        """In the lane, before unit `u` is stepped anew: wait until a guess that was forgotten no longer writes the
+        second copy and the new values."""
+        guess = self._under_way.pop(u, None)
+        if guess is not None:
+            guess.wait()
 
     def _start(self, guess: Guess, block: Block) -> tuple[Callable[[], None], Callable[[], None]]:
         work = self._find_work(block, guess.absent)

@@ -454,6 +454,8 @@ class Pipeline:
     def _start_block(self, block: Block, update: _Update, scale: float) -> Callable[[], None]:
         if block.unit in update.ahead:
             return update.ahead[block.unit].find_take(block)
+        if self.ahead is not None:
+            self.ahead.end(block.unit)
         absent = clip_ranges(update.absent.get(block.unit, ()), block.start, block.stop)
         gradient = self._transits[block.unit].sent[update.side][block.start : block.stop]
         out = self._out(block, update)

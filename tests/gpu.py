@@ -88,7 +88,7 @@ def name_tree() -> str:
     """The files that a piece is run with: where they are copied to there may be no git."""
     found = sha256()
     for folder in ("src", "tests", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(path for kind in ("*.py", "*.cpp") for path in (ROOT / folder).rglob(kind)):
             found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:12]
 

@@ -139,6 +139,11 @@ def be(member: Member | None) -> None:
     _thread.member = member
 
 
+def is_among_ranks() -> bool:
+    """Whether this thread runs the program of one of several ranks that are threads of this process."""
+    return _thread.member is not None
+
+
 @watch_long_waits
 def _note_wait(is_waiting: bool) -> None:
     if _thread.member is not None:
@@ -262,9 +267,10 @@ class ThreadTransport(Transport):
                 f"recv from rank {src}: it sent {message.dtype} of {message.numel()}, "
                 f"I receive into {x.dtype} of {x.numel()}"
             )
-        if mark is not None and x.is_cuda:
-            torch.cuda.current_stream(x.device).wait_event(mark.event)
-            message.record_stream(torch.cuda.current_stream(x.device))
+        if mark is not None:
+            here = torch.cuda.current_stream(mark.device)
+            here.wait_event(mark.event)
+            message.record_stream(here)
         x.copy_(message)
 
     def has_message(self, src: int) -> bool:

@@ -13,7 +13,7 @@ import torch
 import unisono as un
 from collective_matrix import DTYPES, ops_of, values
 from unisono import World
-from unisono.world.transports.threads import is_among_ranks
+from unisono.background import is_among_ranks
 
 BITS, LATENCY = 8e6, 0.25  # a byte a microsecond
 

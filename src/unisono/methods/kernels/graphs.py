@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.background import in_background
-from unisono.world.transports.threads import is_among_ranks
+from unisono.background import in_background, is_among_ranks
 
 _MOST = 16  # graphs of one owner; where addresses keep changing, recording does not pay
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.background import LongWait, watch_long_waits
+from unisono.background import LongWait, be_among_ranks, watch_long_waits
 from unisono.launchers.runtime import debug_pause
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.frames import find_current_call
@@ -137,11 +137,7 @@ _thread = _Thread()
 def be(member: Member | None) -> None:
     """Declare that this thread runs the program of a rank."""
     _thread.member = member
-
-
-def is_among_ranks() -> bool:
-    """Whether this thread runs the program of one of several ranks that are threads of this process."""
-    return _thread.member is not None
+    be_among_ranks(member is not None)
 
 
 @watch_long_waits

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from unisono.background import is_among_ranks
 from unisono.methods.exchange.windows import has_other_hooks
 from unisono.methods.joined_optimizers import describe_optimizer
 from unisono.methods.kernels.graphs import record
@@ -33,7 +34,6 @@ from unisono.methods.strategies.crossbow.learners import (
     compute,
 )
 from unisono.training.batch_norm import SyncBatchNorm
-from unisono.world.transports.threads import is_among_ranks
 
 WARM_UP = 2  # rounds op by op: libraries choose their kernels, the optimizer makes its states
 MOST = 8  # graphs; where batches, settings or tensors keep changing, recording does not pay

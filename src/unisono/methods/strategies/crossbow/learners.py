@@ -190,10 +190,10 @@ class Learners:
                 losses.append(handle.wait())
             except Exception as error:  # noqa: PERF203
                 errors.append(error)
-        if errors:
-            raise errors[0]
         for stream in streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
+        if errors:
+            raise errors[0]
         grads = []
         for each in copies:
             grads.append([p.grad for p in each.params])

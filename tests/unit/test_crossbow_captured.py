@@ -543,6 +543,24 @@ def test_an_error_comes_through_and_no_learner_steps(
     made.close()
 
 
+def test_a_state_that_is_cleared_after_a_first_round_that_failed_is_the_optimizers_own(device: torch.device) -> None:
+    def trained(capture: bool) -> list[Tensor]:
+        model, optimizer, made = started("crossbow(learners=1)", World(device=device), adam)
+
+        def failing(module: nn.Module, x: Tensor) -> Tensor:
+            raise ArithmeticError("a bad batch")
+
+        with pytest.raises(ArithmeticError):
+            made.learn(failing, [batch(0, 0).to(device)], capture=capture)
+        optimizer.state.clear()
+        train(made, range(4), 1, capture=capture)
+        moments = [optimizer.state[p]["exp_avg"].cpu() for p in model.parameters()]
+        made.close()
+        return moments
+
+    close(trained(True), trained(False), 1e-9)
+
+
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_norm_that_is_none_is_refused(device: torch.device, clip_norm: float) -> None:
     _, _, made = started("crossbow(learners=2)", World(device=device))

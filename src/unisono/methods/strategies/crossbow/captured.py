@@ -318,13 +318,12 @@ class CapturedLearners:
         self._places = [self._find_places(j) for j in range(len(self._copies))]
 
     def _find_places(self, j: int) -> list[int]:
-        """Where a learner's tensors lie."""
+        """Where a learner's tensors lie, and the dicts that have those of its optimizer's state."""
         buffers: Any = [kept.get(name) for kept, name in self._slots] if j == 0 else self._learners.buffers(j)
         tensors = [*(self._params if j == 0 else self._learners.params(j)), *(b for b in buffers if b is not None)]
-        if self._steps is not None:
-            state = self._learners.state(j)
-            tensors += [x for p in self._params for x in state.get(p, {}).values() if isinstance(x, Tensor)]
-        return [x.data_ptr() for x in tensors]
+        entries = [] if self._steps is None else [self._learners.state(j).get(p) for p in self._params]
+        tensors += [x for entry in entries for x in (entry or {}).values() if isinstance(x, Tensor)]
+        return [*map(id, entries), *(x.data_ptr() for x in tensors)]
 
     def _read_modes(self) -> list[bool]:
         return [m.training for m in self._learners.parts]

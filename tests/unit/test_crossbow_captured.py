@@ -156,12 +156,18 @@ def test_an_optimizer_whose_steps_no_graph_can_hold_is_named_and_its_gradients_a
 
 def test_hooks_of_the_optimizers_step_are_called_for_each_learner(device: torch.device) -> None:
     _, optimizer, made = started("crossbow(learners=2)", World(device=device))
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    reference, calls = Reference(1, 2, optimizer=sgd), []
+    train(made, range(4), 2)
+    hook = optimizer.register_step_post_hook(lambda *_: calls.append(1))
     with pytest.warns(UserWarning, match="step has hooks, or is another function"):
-        train(made, range(1), 2)
-    train(made, range(1, 4), 2)
+        train(made, range(4, 5), 2)
+    train(made, range(5, 8), 2)
+    hook.remove()
+    train(made, range(8, 10), 2)
     assert len(calls) == 8
+    for t in range(10):
+        reference.round(t)
+    check_all([seen(made)], reference)
     made.close()
 
 

@@ -274,7 +274,6 @@ class CapturedLearners:
         self._device = self._params[0].device
         self._slots = [(m._buffers, name) for m in learners.model.modules() for name in m._buffers]
         self._copies = [learners.prepare(j) for j in range(learners.count)]
-        self.why_no_steps = Steps.why_not(learners)
         self._steps: Steps | None = None  # made when they are first asked for
         self._counts = _Counts(self._copies)
         self._streams = learners.streams(learners.count + 1)  # the last one is the central model's
@@ -294,6 +293,11 @@ class CapturedLearners:
         if self._streams:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
+
+    @property
+    def why_no_steps(self) -> str:
+        """Why learners do not step in the graph, as the optimizer is now; "": they do."""
+        return Steps.why_not(self._learners)
 
     # Whether all is where it was ---------------------------------------------------------------------------------
 

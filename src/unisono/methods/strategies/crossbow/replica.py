@@ -358,9 +358,10 @@ class CrossbowReplica(PeriodicReplica):
         if captured is None:
             self.begin()
         else:
-            stepping = adjust is None and not captured.why_no_steps
-            if adjust is None and not stepping:
-                self._tell(f"gradients are captured, steps are not: {captured.why_no_steps}")
+            why_no_steps = captured.why_no_steps
+            stepping = adjust is None and not why_no_steps
+            if adjust is None and why_no_steps:
+                self._tell(f"gradients are captured, steps are not: {why_no_steps}")
             alone = stepping and self.every == 1 and self.world.size == 1
             self._is_whole = alone and self._exchange is None and not self._written.values
             corrections = (self.alpha, self.strategy.momentum) if self._is_whole else None

@@ -78,6 +78,7 @@ def prepare(folder: Path, fashion: Path = FASHION) -> dict[str, Any]:
     import numpy as np
 
     made: dict[str, Any] = {}
+    folder.mkdir(parents=True, exist_ok=True)
     wheels = [next(folder.glob(f"{name.split('==')[0]}-{name.split('==')[1]}-*.whl"), None) for name in WHEELS]
     if all(wheels):
         text = b"".join(islice(read_texts([path for path in wheels if path is not None]), TEXT_BYTES))[:TEXT_BYTES]

@@ -43,7 +43,7 @@ from measure import finish, interleaved
 BATCH, LR, ROUNDS = 16, 0.01, 20
 FEW = 3  # rounds at once, of processor time
 MODELS = ("mlp", "cnn", "text")
-RATES = (0.03, 0.1)
+RATES = (0.01, 0.03, 0.1)
 CHANNELS_LAST = False
 GOAL, DROP, EPOCHS = 0.9, 10, 16  # the learning rate falls to a tenth after DROP epochs
 
@@ -404,6 +404,7 @@ def to_goal(side: str, lr: float, width: int, data: Path, limit_s: float) -> tup
 
     with np.load(data / "images.npz") as kept:
         x, y, test_x, test_y = (torch.from_numpy(kept[name]).cuda() for name in ("x", "y", "test_x", "test_y"))
+    y = y.long()
     x, test_x = (F.pad(part[:, None].float() / 255 - 0.286, (2, 2, 2, 2)) / 0.353 for part in (x, test_x))
     padded, generator, size = F.pad(x, (2, 2, 2, 2)), torch.Generator("cuda").manual_seed(1), 8 * BATCH
     places = torch.arange(32, device="cuda")
@@ -456,7 +457,7 @@ def to_90(width: int, data: Path, limit_s: float) -> dict[str, Any]:
     for side in ("bare", "crossbow"):
         to_goal(side, RATES[0], width, data, 1e-9)  # an epoch: libraries choose their kernels
         tried = [(*to_goal(side, lr, width, data, limit_s), lr) for lr in RATES]
-        best = min(tried)
+        best = min(tried, key=lambda one: (one[0], -one[2]))
         found |= {f"seconds_to_90_{side}": best[0] if best[2] >= GOAL else None, f"samples_to_90_{side}": best[1]}
         found |= {f"right_{side}": best[2], f"lr_{side}": best[3]}
     bare, ours = found["seconds_to_90_bare"], found["seconds_to_90_crossbow"]

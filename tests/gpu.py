@@ -57,6 +57,9 @@ BENCHMARKS = {  # with arguments that take a few minutes, and the minutes that t
     "gpu_reducers.py --repeats 15 --only randomk qsgd nuqsgd bytegrad signsgd onebit": 4.0,
     "gpu_reducers.py --repeats 15 --only error_feedback_nuqsgd warmup_topk masked_powersgd accordion_powersgd": 4.0,
 }
+DATA = "build/evidence"  # of Fashion-MNIST: what `evidence_large.py prepare --data build/evidence` has made, if it has
+if (ROOT / DATA / "images.npz").exists():
+    BENCHMARKS[f"learners.py --gpu --data {DATA}"] = 4.0
 
 
 class Piece(NamedTuple):

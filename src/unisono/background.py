@@ -31,6 +31,7 @@ class JobWatch(Protocol):
 
 class _Thread(threading.local):
     is_queue = False
+    is_rank = False
     watch: JobWatch | None = None  # follows the queues that are made in this thread, and in their threads
 
 
@@ -70,6 +71,16 @@ class LongWait:
 def in_background() -> bool:
     """Whether this thread is a queue's own: the program does not stand still while it waits."""
     return _thread.is_queue
+
+
+def be_among_ranks(is_rank: bool) -> None:
+    """Say whether this thread runs the program of one of several ranks that are threads of this process."""
+    _thread.is_rank = is_rank
+
+
+def is_among_ranks() -> bool:
+    """Whether it does: then others may draw random numbers of this process at any time."""
+    return _thread.is_rank
 
 
 @contextmanager

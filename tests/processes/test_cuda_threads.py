@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -56,6 +58,27 @@ def test_ranks_with_tensors_on_cpu_and_gpu_are_told() -> None:
 
     with pytest.raises(ValueError, match="cuda:0"):
         un.run_threads(work, 2, device="cuda", timeout_s=5.0)
+
+
+def test_ranks_with_one_generator_of_random_numbers_capture_no_graph() -> None:
+    """Where one captures, dropout of the others would fail."""
+
+    def learn(world: un.World) -> tuple[bool, list[list[float]]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(world.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        replica: Any = un.parallel(model, optimizer, "crossbow(learners=2)", world=world)
+        batches = [torch.randn(16, 8, device=world.device) for _ in range(2)]
+        for _ in range(8):
+            replica.learn(lambda model, x: model(x).square().mean(), batches)
+        found = replica._captured is None, [p.flatten().tolist() for p in replica.consolidate().parameters()]
+        replica.close()
+        return found
+
+    [(first, here), (second, there)] = un.run_threads(learn, 2, device="cuda", timeout_s=20.0)
+    assert first
+    assert second
+    assert here == there
 
 
 SPECS = [

@@ -492,6 +492,21 @@ def test_an_error_in_one_learner_comes_through_and_no_learner_steps() -> None:
     replica.close()
 
 
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_window_whose_step_was_skipped_is_over_when_learners_run_side_by_side(learners: int) -> None:
+    model, _, replica = started(f"crossbow(learners={learners})", World())
+    reference = Reference(1, learners)
+    loss_of(model, batch(0, 0)).backward()  # AMP has found an overflow, say
+    reference.round(0, frozenset({(0, 0)}))
+    for t in range(1, 3 * learners, learners):
+        replica.learn(loss_of, [batch(w, 0) for w in range(t, min(t + learners, 3 * learners))])
+    for t in range(1, 3):
+        reference.round(t)
+    assert replica.step == 3 * learners
+    check_all([seen(replica)], reference)
+    replica.close()
+
+
 def test_synchronised_batch_norm_is_refused_side_by_side() -> None:
     model = sync_batch_norm(noisy(), World())
     replica: Any = un.parallel(model, sgd(model), "crossbow(learners=2)", world=World())
@@ -1044,3 +1059,10 @@ def test_a_checkpoint_gives_others_the_central_model(tmp_path: Path, windows: in
     assert list(exported) == sorted(read["model"])
     for found in (list(read["model"].values()), [exported[name] for name in read["model"]], *loaded):
         close(found, center, 0.0)
+
+
+def test_parameters_that_lie_in_one_memory_are_refused_by_name() -> None:
+    model: Any = make()
+    model[2].weight.data = model[0].weight.data.view(-1)[:16].view(2, 8)
+    with pytest.raises(ValueError, match="lie in one memory, and crossbow moves"):
+        un.parallel(model, sgd(model), "crossbow", world=World())

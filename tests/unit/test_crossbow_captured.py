@@ -6,6 +6,7 @@ On a CPU a round that would be captured runs op by op each time, in the same mem
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -155,9 +156,31 @@ def test_an_optimizer_whose_steps_no_graph_can_hold_is_named_and_its_gradients_a
 
 def test_hooks_of_the_optimizers_step_are_called_for_each_learner(device: torch.device) -> None:
     _, optimizer, made = started("crossbow(learners=2)", World(device=device))
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    with pytest.warns(UserWarning, match="hooks"):
+    reference, calls = Reference(1, 2, optimizer=sgd), []
+    train(made, range(4), 2)
+    hook = optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    with pytest.warns(UserWarning, match="step has hooks, or is another function"):
+        train(made, range(4, 5), 2)
+    train(made, range(5, 8), 2)
+    hook.remove()
+    train(made, range(8, 10), 2)
+    assert len(calls) == 8
+    for t in range(10):
+        reference.round(t)
+    check_all([seen(made)], reference)
+    made.close()
+
+
+def test_a_step_that_the_program_has_replaced_is_called_for_each_learner(device: torch.device) -> None:
+    _, optimizer, made = started("crossbow(learners=2)", World(device=device))
+    calls, step = [], optimizer.step
+
+    def counted() -> None:
+        calls.append(1)
+        step()
+
+    optimizer.step = counted
+    with pytest.warns(UserWarning, match="step has hooks, or is another function"):
         train(made, range(1), 2)
     train(made, range(1, 4), 2)
     assert len(calls) == 8
@@ -165,11 +188,11 @@ def test_hooks_of_the_optimizers_step_are_called_for_each_learner(device: torch.
 
 
 def test_a_learning_rate_changes_between_replays_and_its_drop_restarts(device: torch.device) -> None:
-    rates = [LR, LR, LR, LR, LR / 2, LR / 2, LR / 2, LR, LR]
+    rates = [LR, LR, LR, LR, LR / 2, LR / 2, LR / 2, LR, 2 * LR, LR, LR]
     _, optimizer, made = started("crossbow(learners=2, every=2)", World(device=device))
     reference = Reference(1, 2, every=2, optimizer=sgd)
     for t, lr in enumerate(rates):
-        optimizer.param_groups[0]["lr"] = torch.tensor(lr) if t == 7 else lr
+        optimizer.param_groups[0]["lr"] = torch.tensor(lr) if t == 8 else lr
         reference.rates(lr)
         train(made, range(t, t + 1), 2)
         reference.round(t, restart=t == 5)
@@ -280,6 +303,101 @@ def test_values_that_a_loss_function_was_made_with_count_and_lambdas_of_one_line
     close(seen(made)[0], seen(other)[0], 1e-9)
     made.close()
     other.close()
+
+
+FACTOR = 1.0  # a script's numbers are its module's
+
+
+def scaled(model: nn.Module, x: Tensor) -> Tensor:
+    return sum(factor * loss_of(model, x) for factor in (FACTOR, 2.0))  # type: ignore[return-value]
+
+
+def test_values_that_a_loss_function_reads_from_its_module_count(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, made = started("crossbow(learners=2)", World(device=device))
+    _, _, other = started("crossbow(learners=2)", World(device=device))
+    for t in range(8):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", 1.0 if t < 4 else 3.0)
+        data = [batch(2 * t + j, 0).to(device) for j in range(2)]
+        made.learn(lambda m, x: scaled(m, x), data)
+        other.learn(scaled, data, capture=False)
+    assert len(made._captured._rounds) == 2
+    assert replays(made) == 4
+    close(seen(made)[0], seen(other)[0], 1e-9)
+    made.close()
+    other.close()
+
+
+def test_a_layer_thawed_while_an_exchange_is_under_way_takes_part_from_the_next(device: torch.device) -> None:
+    """A forward pass begins the exchange: one that looks at the loss before the round, say."""
+
+    def trained(capture: bool) -> list[Tensor]:
+        model: Any = make()
+        model[0].requires_grad_(False)
+        _, _, made = started("crossbow(learners=2)", World(device=device), model=model)
+        train(made, range(4), 2, capture=capture)
+        loss_of(model, batch(0, 0).to(device))
+        model[0].requires_grad_(True)
+        train(made, range(4, 10), 2, capture=capture)
+        z, own = seen(made)
+        assert replays(made) > 0 or not capture
+        made.close()
+        return [*z, *(w for each in own for w in each)]
+
+    close(trained(True), trained(False), 1e-9)
+
+
+class Odd(nn.Module):
+    """Sparse gradients, or complex parameters, or a buffer that forward puts another tensor in place of."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table = kind, nn.Embedding(8, 4, sparse=kind == "sparse", dtype=torch.float64)
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex128 if kind == "complex" else torch.float64))
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.table(x.abs().long() % 8).mean(1)
+        if self.kind == "buffer":
+            self.mean = 0.5 * self.mean + found.detach().mean(0)
+        return (found - self.mean) * self.turn.abs()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("sparse", "sparse gradients"), ("complex", "parameters are complex"), ("buffer", "")]
+)
+def test_sparse_gradients_complex_parameters_and_buffers_that_are_replaced(
+    device: torch.device, kind: str, why: str
+) -> None:
+    """The same numbers as in the plain loop, in which learners take turns."""
+
+    def trained(capture: bool | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, optimizer, made = started(
+            "crossbow(learners=2)", World(device=device), lambda m: sgd(m, weight_decay=0.0), Odd(kind)
+        )
+        data = [8 * batch(t, 0).to(device) for t in range(8)]
+        if capture is None:
+            for x in data:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        else:
+            for i in range(0, 8, 2):
+                made.learn(lambda m, x: m(x).square().mean(), data[i : i + 2], capture=capture)
+        z, own = seen(made)
+        buffers = [b.cpu() for j in range(2) for b in made.learners.buffers(j)]
+        assert replays(made) == (2 if capture and kind != "sparse" else 0)
+        made.close()
+        return [*z, *(w for each in own for w in each), *buffers]
+
+    plain = trained(None)
+    close(trained(False), plain, 1e-9)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        close(trained(True), plain, 1e-9)
+    assert [why in str(one.message) for one in told if "crossbow" in str(one.message)] == ([True] if why else [])
 
 
 def test_modes_and_what_is_frozen_are_followed(device: torch.device) -> None:
@@ -405,21 +523,23 @@ def test_a_batch_norm_that_hears_other_workers_is_named(device: torch.device) ->
     made.close()
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_an_error_comes_through_and_no_learner_steps(device: torch.device, every: int) -> None:
+@pytest.mark.parametrize(("every", "error"), [(1, ArithmeticError), (1, KeyboardInterrupt), (2, ArithmeticError)])
+def test_an_error_comes_through_and_no_learner_steps(
+    device: torch.device, every: int, error: type[BaseException]
+) -> None:
     _, _, made = started(f"crossbow(learners=2, every={every})", World(device=device))
     reference = Reference(1, 2, every=every, optimizer=sgd)
 
     def failing(module: nn.Module, x: Tensor) -> Tensor:
         if x.shape[0] == 1:
-            raise ArithmeticError("a bad batch")
+            raise error("a bad batch")
         return loss_of(module, x)
 
     for t in range(8):
         train(made, range(t, t + 1), 2)
         reference.round(t)
         before = seen(made)
-        with pytest.raises(ArithmeticError, match="a bad batch"):
+        with pytest.raises(error, match="a bad batch"):
             made.learn(failing, [batch(0, 0).to(device), batch(1, 0)[:1].to(device)])
         after = seen(made)
         close(before[0], after[0], 0.0)
@@ -427,6 +547,24 @@ def test_an_error_comes_through_and_no_learner_steps(device: torch.device, every
             close(a, b, 0.0)
     check_all([seen(made)], reference)
     made.close()
+
+
+def test_a_state_that_is_cleared_after_a_first_round_that_failed_is_the_optimizers_own(device: torch.device) -> None:
+    def trained(capture: bool) -> list[Tensor]:
+        model, optimizer, made = started("crossbow(learners=1)", World(device=device), adam)
+
+        def failing(module: nn.Module, x: Tensor) -> Tensor:
+            raise ArithmeticError("a bad batch")
+
+        with pytest.raises(ArithmeticError):
+            made.learn(failing, [batch(0, 0).to(device)], capture=capture)
+        optimizer.state.clear()
+        train(made, range(4), 1, capture=capture)
+        moments = [optimizer.state[p]["exp_avg"].cpu() for p in model.parameters()]
+        made.close()
+        return moments
+
+    close(trained(True), trained(False), 1e-9)
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("inf"), float("nan")])

@@ -13,6 +13,7 @@ import torch
 import unisono as un
 from collective_matrix import DTYPES, ops_of, values
 from unisono import World
+from unisono.background import is_among_ranks
 
 BITS, LATENCY = 8e6, 0.25  # a byte a microsecond
 
@@ -118,3 +119,13 @@ def test_a_world_of_threads_has_the_device_that_was_asked_for_and_backward_runs_
     assert un.run_threads(work, 2, device="meta") == [(torch.device("meta"), False)] * 2
     assert un.run_threads(work, 1)[0][0] == torch.device("cpu")
     assert torch._C._is_multithreading_enabled()
+
+
+def test_rank_threads_of_a_gpu_are_at_it_and_know_that_they_are_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread begins at the first GPU; where others draw random numbers, none may capture a CUDA graph."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert un.run_threads(lambda world: is_among_ranks(), 2, device="cuda:3") == [True, True]
+    assert chosen == [torch.device("cuda:3")] * 2
+    assert un.run_threads(lambda world: is_among_ranks(), 1) == [False]
+    assert not is_among_ranks()

@@ -62,6 +62,8 @@ def run_threads(
         be(transport.member if transport is not None else None)
         seats.enter(rank)
         try:
+            if where.type == "cuda":
+                torch.cuda.set_device(where)  # a new thread is at the first
             with torch.autograd.set_multithreading_enabled(False):  # else one thread is every rank's backward on a GPU
                 results[rank] = fn(world)
             if transport is not None:

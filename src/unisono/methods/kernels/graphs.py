@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.background import in_background
+from unisono.background import in_background, is_among_ranks
 
 _MOST = 16  # graphs of one owner; where addresses keep changing, recording does not pay
 
@@ -32,8 +32,8 @@ class Graphs:
         on others that stay where they are; nothing that waits for the device, and no tensor made in it lives on.
         """
         like = next((x for x in tensors if x is not None), None)
-        if like is None or not like.is_cuda or in_background():  # a graph is recorded where nobody else draws numbers
-            kernels()
+        if like is None or not like.is_cuda or in_background() or is_among_ranks():
+            kernels()  # a graph is recorded where nobody else draws numbers
             return
         key = (name, *[0 if x is None else x.data_ptr() for x in tensors])
         if key not in self._seen:
@@ -43,9 +43,9 @@ class Graphs:
             return
         graph = self._seen[key]
         if graph is None:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = self._seen[key] = record(kernels, like.device, self._pool)
+            pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None  # of no use after an error
+            graph = self._seen[key] = record(kernels, like.device, pool)
+            self._pool = pool
         graph.replay()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.background import LongWait, watch_long_waits
+from unisono.background import LongWait, be_among_ranks, watch_long_waits
 from unisono.launchers.runtime import debug_pause
 from unisono.launchers.runtime.files import anonymous_file
 from unisono.launchers.runtime.frames import find_current_call
@@ -137,6 +137,7 @@ _thread = _Thread()
 def be(member: Member | None) -> None:
     """Declare that this thread runs the program of a rank."""
     _thread.member = member
+    be_among_ranks(member is not None)
 
 
 @watch_long_waits
@@ -262,9 +263,10 @@ class ThreadTransport(Transport):
                 f"recv from rank {src}: it sent {message.dtype} of {message.numel()}, "
                 f"I receive into {x.dtype} of {x.numel()}"
             )
-        if mark is not None and x.is_cuda:
-            torch.cuda.current_stream(x.device).wait_event(mark.event)
-            message.record_stream(torch.cuda.current_stream(x.device))
+        if mark is not None:
+            here = torch.cuda.current_stream(mark.device)
+            here.wait_event(mark.event)
+            message.record_stream(here)
         x.copy_(message)
 
     def has_message(self, src: int) -> bool:

@@ -16,6 +16,7 @@ from unisono.methods.checks import AtLeast, Note, Range
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.strategies.crossbow.replica import CrossbowReplica
 from unisono.methods.strategy import Accumulate, BucketBytes, Pattern, Replica, Strategy
+from unisono.methods.strategy.mistakes import refuse_common_memory
 from unisono.world import World
 
 FACTS = Facts(
@@ -75,6 +76,7 @@ class crossbow(Strategy):
     bucket_bytes: BucketBytes = BUCKET_BYTES
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
+        refuse_common_memory(model, "crossbow")
         self._check_rest(world.size * (self.learners if self.learners != "auto" else 1))
 
     def why_torch_optimizer(self) -> str:

@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from types import FunctionType, MethodType
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from unisono.background import is_among_ranks
 from unisono.methods.exchange.windows import has_other_hooks
 from unisono.methods.joined_optimizers import describe_optimizer
 from unisono.methods.kernels.graphs import record
@@ -177,14 +179,17 @@ class Steps:
         groups = optimizer.param_groups
         if type(optimizer) not in _FUSED:
             return f"a graph can hold the steps of one SGD, Adam or AdamW, and this is {describe_optimizer(optimizer)}"
-        if has_other_hooks(optimizer):
-            return "the optimizer's step has hooks, which a graph would not call"
+        own = vars(optimizer).get("step")  # a schedule's, or the program's
+        if has_other_hooks(optimizer) or (own is not None and not hasattr(own, "_wrapped_by_lr_sched")):
+            return "the optimizer's step has hooks, or is another function: a graph would not call them"
         if any(group.get("differentiable") for group in groups):
             return "the optimizer is differentiable"
         if any(group.get("momentum") and group.get("dampening") for group in groups):
             return "SGD's dampening begins with the second step"
-        if any(isinstance(value, Tensor) for group in groups for name, value in group.items() if name != "lr"):
+        if any(isinstance(group[name], Tensor) for group in groups for name in optimizer.defaults if name != "lr"):
             return "some of the optimizer's settings are tensors"
+        if any(p.is_complex() for p in named):
+            return "some parameters are complex, which no fused kernel takes"
         if any(p not in named for group in groups for p in group["params"]):
             return "the optimizer holds parameters that the model does not have"
         return ""
@@ -197,7 +202,7 @@ class Steps:
                 rate.copy_(lr)
             elif lr != self._known[i]:
                 rate.fill_(lr)
-                self._known[i] = lr
+            self._known[i] = None if isinstance(lr, Tensor) else lr
         settings = [self._read(group) for group in self.groups]
         if settings != self.settings:
             self.settings = settings
@@ -269,7 +274,6 @@ class CapturedLearners:
         self._device = self._params[0].device
         self._slots = [(m._buffers, name) for m in learners.model.modules() for name in m._buffers]
         self._copies = [learners.prepare(j) for j in range(learners.count)]
-        self.why_no_steps = Steps.why_not(learners)
         self._steps: Steps | None = None  # made when they are first asked for
         self._counts = _Counts(self._copies)
         self._streams = learners.streams(learners.count + 1)  # the last one is the central model's
@@ -290,6 +294,11 @@ class CapturedLearners:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
+    @property
+    def why_no_steps(self) -> str:
+        """Why learners do not step in the graph, as the optimizer is now; "": they do."""
+        return Steps.why_not(self._learners)
+
     # Whether all is where it was ---------------------------------------------------------------------------------
 
     def is_current(self, center: CentralModel) -> bool:
@@ -301,7 +310,7 @@ class CapturedLearners:
         if self._steps is not None and not self._steps.are_current():
             return False
         parked = list(self._learners.parked.values())
-        if len(parked) != len(self._parked) or any(a is not b for a, b in zip(parked, self._parked, strict=True)):
+        if any(a is not b for a, b in zip(parked, self._parked, strict=True)):
             if [self._find_places(j) for j in range(1, len(self._copies))] != self._places[1:]:
                 return False
             self._parked = parked
@@ -313,13 +322,12 @@ class CapturedLearners:
         self._places = [self._find_places(j) for j in range(len(self._copies))]
 
     def _find_places(self, j: int) -> list[int]:
-        """Where a learner's tensors lie."""
+        """Where a learner's tensors lie, and the dicts that have those of its optimizer's state."""
         buffers: Any = [kept.get(name) for kept, name in self._slots] if j == 0 else self._learners.buffers(j)
         tensors = [*(self._params if j == 0 else self._learners.params(j)), *(b for b in buffers if b is not None)]
-        if self._steps is not None:
-            state = self._learners.state(j)
-            tensors += [x for p in self._params for x in state.get(p, {}).values() if isinstance(x, Tensor)]
-        return [x.data_ptr() for x in tensors]
+        entries = [] if self._steps is None else [self._learners.state(j).get(p) for p in self._params]
+        tensors += [x for entry in entries for x in (entry or {}).values() if isinstance(x, Tensor)]
+        return [*map(id, entries), *(x.data_ptr() for x in tensors)]
 
     def _read_modes(self) -> list[bool]:
         return [m.training for m in self._learners.parts]
@@ -355,7 +363,7 @@ class CapturedLearners:
             self._modes = modes
             for j in range(len(self._copies)):
                 self._learners.prepare(j)
-        held: list[Any] = [how.loss_of]
+        held: list[Any] = []
         key = [spec, [self._describe(x) for x in leaves], _mark(how.loss_of, held), modes, how[1:]]
         key += [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")]
         if how.stepping:
@@ -366,7 +374,7 @@ class CapturedLearners:
         found = next((one for one in self._rounds if one.key == key), None)
         if found is None:
             if len(self._rounds) == MOST:
-                raise Uncapturable(f"batches, settings or the loss function came in more than {MOST} kinds")
+                raise Uncapturable(f"batches, settings or what the loss function uses came in more than {MOST} kinds")
             found = _Round(key, held)
             self._rounds.append(found)
         return found
@@ -431,11 +439,10 @@ class CapturedLearners:
             return
         before = torch.cuda.memory_reserved(self._device)
         buffers = [[b.data_ptr() for b in made.module.buffers()] for made in self._copies]
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None  # of no use after an error
         torch.clear_autocast_cache()
         try:
-            graph = record(run, self._device, self._pool)
+            graph = record(run, self._device, pool)
             if [[b.data_ptr() for b in made.module.buffers()] for made in self._copies] != buffers:
                 raise Uncapturable("the model puts other tensors in place of its buffers")
         except torch.OutOfMemoryError:
@@ -443,10 +450,9 @@ class CapturedLearners:
         except Exception as error:
             known = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
             found.why_not = f"{known}{error}".strip().splitlines()[0]
-            self._pool = None
             self._take_gradients()
             raise Uncapturable(found.why_not) from error
-        found.replay = graph.replay
+        found.replay, self._pool = graph.replay, pool
         self.graph_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
 
     def _describe(self, leaf: Any) -> Any:
@@ -483,6 +489,10 @@ def why_not_laid_out(learners: Learners, center: CentralModel) -> str:
         return f"parameters are on {' and '.join(sorted(map(str, places)))}"
     if any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in learners.parts):
         return "SyncBatchNorm hears other workers in forward"
+    if any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in learners.parts):
+        return "an embedding has sparse gradients, which no fused kernel takes"
+    if is_among_ranks() and learners.named[0][1].is_cuda:
+        return "ranks are threads, and draw random numbers from one generator while one of them captures"
     short = [name for name, p in learners.named if name in center.z and p.dtype != center.z[name].dtype]
     return f"{short[0]!r} has 16 bits: keep parameters in float32, and use autocast" if short else ""
 
@@ -499,22 +509,34 @@ def naming_learners(count: int) -> Iterator[None]:
         ) from error
 
 
-def _mark(x: Any, held: list[Any], depth: int = 4) -> Any:
-    """What a function is, and what it was made with: numbers and texts by value, others by where they are (`held`)."""
+def _mark(x: Any, held: list[Any], home: dict[str, Any] | None = None, depth: int = 4) -> Any:
+    """What a function is, what it was made with, and what it and others of its module (`home`) read there: numbers and
+    texts by value, others by where they are (`held`)."""
     if isinstance(x, _PLAIN):
-        return x
+        return type(x), x
+    mark = partial(_mark, held=held, home=home, depth=depth)
     if isinstance(x, MethodType):
-        return "method", _mark(x.__func__, held, depth), _mark(x.__self__, held, depth)
+        return "method", mark(x.__func__), mark(x.__self__)
     if isinstance(x, partial):
-        parts = [x.func, *x.args, *x.keywords.items()]
-        return ["partial", *(_mark(part, held, depth) for part in parts)]
+        return ["partial", *map(mark, (x.func, *x.args, *x.keywords.items()))]
     if isinstance(x, tuple):
-        return [_mark(part, held, depth) for part in x]
-    if isinstance(x, FunctionType) and depth:
-        parts = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).items()]
-        for cell in x.__closure__ or ():
-            with suppress(ValueError):  # it is empty
-                parts.append(cell.cell_contents)
-        return ["function", id(x.__code__), *(_mark(part, held, depth - 1) for part in parts)]
+        return [*map(mark, x)]
+    is_new = not any(x is one for one in held)
     held.append(x)
-    return id(x)
+    if not isinstance(x, FunctionType) or not depth or not is_new:
+        return id(x)
+    parts = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).items()]
+    for cell in x.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            parts.append(cell.cell_contents)
+    home = x.__globals__ if home is None else home
+    if x.__globals__ is home:
+        parts += [(name, home[name]) for name in _find_globals(x.__code__) if name in home]
+    return ["function", id(x.__code__), *(_mark(part, held, home, depth - 1) for part in parts)]
+
+
+@lru_cache
+def _find_globals(code: CodeType) -> list[str]:
+    """The names that code reads from its module."""
+    found = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    return sorted(found.union(*(_find_globals(inner) for inner in code.co_consts if isinstance(inner, CodeType))))

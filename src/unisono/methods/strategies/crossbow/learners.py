@@ -43,11 +43,20 @@ class ModuleCopy:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.params, self.parts = module, list(module.parameters()), list(module.modules())
+        self._slots = [(m._buffers, name, x) for m in self.parts for name, x in m._buffers.items()]
 
     def zero_grad(self) -> None:
         """Without gradients."""
         for param in self.params:
             param.grad = None
+
+    @torch.no_grad()
+    def keep_buffers(self) -> None:
+        """Where forward has put another tensor in a buffer's place, the learner's own buffer gets what that holds."""
+        for kept, name, mine in self._slots:
+            made = kept.get(name)
+            if made is not mine and isinstance(made, Tensor) and mine is not None and made.shape == mine.shape:
+                kept[name] = mine.copy_(made)
 
 
 class Batches(list[Any]):
@@ -181,10 +190,10 @@ class Learners:
                 losses.append(handle.wait())
             except Exception as error:  # noqa: PERF203
                 errors.append(error)
-        if errors:
-            raise errors[0]
         for stream in streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
+        if errors:
+            raise errors[0]
         grads = []
         for each in copies:
             grads.append([p.grad for p in each.params])
@@ -267,6 +276,7 @@ def compute(loss_of: Callable[[nn.Module, Any], Tensor], made: ModuleCopy, share
             with _counting(made.params, weight):
                 loss.backward()
             losses.append(loss.detach())
+    made.keep_buffers()
     return losses
 
 

@@ -155,11 +155,10 @@ class CrossbowReplica(PeriodicReplica):
             self._wait_for(self._stale)
             self._stale = None
         self._follow()
-        if lines is not None:
-            if not self._is_whole:
-                lines.fill()
-        else:
+        if lines is None:
             self.center.fill([self.learners.params(j) for j in range(self.learners.count)])
+        elif not self._is_whole:
+            lines.fill()
         self._update_learning_rates()
         written, self._written = self._written, Written()
         code = written.code()
@@ -174,9 +173,10 @@ class CrossbowReplica(PeriodicReplica):
         self._exchange = Sum(self._submit(exchange), self.center.sums, written)
 
     def _follow(self) -> None:
-        """Parameters that have become trainable take part."""
+        """Parameters that have become trainable take part; in what is exchanged, from the next time on."""
         self.center.follow()
-        if {name for bucket in self.center.buckets for name in bucket.names} != set(self.center.z):
+        named = {name for bucket in self.center.buckets for name in bucket.names}
+        if self._exchange is None and named != set(self.center.z):
             self._build()
 
     def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
@@ -340,6 +340,7 @@ class CrossbowReplica(PeriodicReplica):
             )
         losses, self._side_by_side = [], True
         self.meet_if_due()
+        self.windows.after_step()  # of a window whose step was skipped, which learn's first would be taken for
         for shares in self.learners.shares(batches, self.strategy.accumulate, self.world):
             with naming_learners(self.learners.count):
                 losses += self._learn_round(loss_of, shares, adjust, clip_norm, capture)
@@ -357,16 +358,17 @@ class CrossbowReplica(PeriodicReplica):
         if captured is None:
             self.begin()
         else:
-            stepping = adjust is None and not captured.why_no_steps
-            if adjust is None and not stepping:
-                self._tell(f"gradients are captured, steps are not: {captured.why_no_steps}")
+            why_no_steps = captured.why_no_steps
+            stepping = adjust is None and not why_no_steps
+            if adjust is None and why_no_steps:
+                self._tell(f"gradients are captured, steps are not: {why_no_steps}")
             alone = stepping and self.every == 1 and self.world.size == 1
             self._is_whole = alone and self._exchange is None and not self._written.values
             corrections = (self.alpha, self.strategy.momentum) if self._is_whole else None
             self.begin(captured.lines)
             try:
                 found, grads = captured.run(How(loss_of, clip_norm, stepping, corrections), shares)
-            except Exception as error:  # no learner has stepped
+            except BaseException as error:  # no learner has stepped
                 if self._is_whole:
                     captured.lines.fill()
                 self._is_whole = False
@@ -402,8 +404,10 @@ class CrossbowReplica(PeriodicReplica):
             self.fault_in_update()
             self.windows.after_step()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else a schedule warns
-        self._meet_all()
-        self._stepped, self._is_whole = 0, False
+        try:
+            self._meet_all()
+        finally:
+            self._stepped, self._is_whole = 0, False
 
     def _lay_out(self, shares: Sequence[Batches]) -> CapturedLearners | None:
         """The learners as they can be computed at the same time; None: they cannot."""

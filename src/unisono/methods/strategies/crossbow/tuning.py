@@ -169,7 +169,7 @@ class Tuning:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a former run's decisions, where they are still to be taken here."""
-        self._mark = None
+        self._mark, self._new = None, 0
         if self._learners is not None and state["learners"] is not None:
             self._learners.load_state_dict(state["learners"])
             self.learners = self._learners.learners

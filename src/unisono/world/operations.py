@@ -55,6 +55,11 @@ class Operations:
         assert self._transport is not None, "a world of one moves nothing"
         return self._transport
 
+    @property
+    def transports(self) -> list[Transport]:
+        """Those for CPU and CUDA tensors."""
+        return [one for one in (self._transport, self.accelerated) if one is not None]
+
     def record(
         self,
         op: str,
@@ -206,9 +211,8 @@ class Operations:
         self.closed = True
         for queue in self._queues.values():
             queue.close()
-        for transport in (self._transport, self.accelerated):
-            if transport is not None:
-                transport.close()
+        for transport in self.transports:
+            transport.close()
 
     def __del__(self) -> None:
         """A world that was dropped without `close()`: no handle and no job of it is left either, as these hold me."""

@@ -15,7 +15,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from zlib import crc32
 
 import torch
@@ -33,9 +34,11 @@ from unisono.world.transports import (
     Mismatch,
     Op,
     PeerLost,
+    find_group,
     tell_at_exit,
     warn_of_each_other,
 )
+from unisono.world.transports.mapped import open_published, publish
 from unisono.world.transports.neighbour_stacks import BYTES, Neighbours
 from unisono.world.transports.process_watch import ProcessWatch
 
@@ -316,9 +319,8 @@ class MeetingPage:
             self._leave(how)
 
     def _leave(self, why: str) -> None:
-        text = why.encode()[: _WAITS - _REASON]
-        start = self.rank * ROW + _REASON
-        self.memory[start : start + len(text)] = text
+        room, start = _WAITS - _REASON, self.rank * ROW + _REASON
+        self.memory[start : start + room] = why.encode()[:room].ljust(room, b"\0")  # it may be said twice
 
     def _read(self, start: int, stop: int) -> str:
         return self.memory[start:stop].rstrip(b"\0").decode("utf-8", "replace")
@@ -420,6 +422,24 @@ def _show_wait(is_waiting: bool) -> None:
     _program_waits = str(find_current_call() or "") if is_waiting and pages else ""
     for page in pages:
         page.show_wait(_program_waits)
+
+
+@contextmanager
+def open_part(
+    page: MeetingPage, groups: Sequence[Sequence[int]], exchange: Callable[[bytes], Sequence[bytes]]
+) -> Iterator[tuple[int, int, list[int]]]:
+    """A new page for my group of the ranks of `page`: its descriptor, my rank there, and every rank's process."""
+    mine = find_group(groups, page.rank, page.size)
+    fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if mine[0] == page.rank else -1
+    try:
+        addresses = exchange(publish(fd).encode() if fd >= 0 else b"")
+        if fd < 0:
+            fd = open_published(addresses[mine[0]].decode())
+        page.meet()  # all have opened before the maker may close
+        yield fd, mine.index(page.rank), [page.pids[r] for r in mine]
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def meet_with_plan(

@@ -28,18 +28,17 @@ from unisono.world.transports import (
     Mismatch,
     Op,
     Transport,
-    find_group,
     gather_bytes,
 )
 from unisono.world.transports.arithmetic import SpareCores, combine, cut_share, cut_tiles
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
-from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, allow_reading, open_published, publish
+from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, allow_reading
 from unisono.world.transports.meeting_page import (
     ITEM_LIMIT,
-    PAGE_NAME,
     MeetingPage,
     check_signatures,
     meet_with_plan,
+    open_part,
 )
 from unisono.world.transports.sent_sizes import WEIGHTS, describe_uneven, weigh_sizes
 from unisono.world.transports.small_all_reduce import SmallAllReduce
@@ -270,23 +269,16 @@ class SharedTransport(Transport):
     # Groups and memory -----------------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = find_group(groups, self.rank, self.size)
-        fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if mine[0] == self.rank else -1
-        addresses = self.exchange(publish(fd).encode() if fd >= 0 else b"")
-        if fd < 0:
-            fd = open_published(addresses[mine[0]].decode())
-        try:
-            self._page.meet()  # all have opened before the maker may close
+        with open_part(self._page, groups, self.exchange) as (fd, rank, pids):
             return SharedTransport(
                 fd,
-                mine.index(self.rank),
-                len(mine),
+                rank,
+                len(pids),
                 timeout_s=self.timeout_s,
+                pids=pids,
                 check=self._check,
                 reads_peers=self.reads_peers,
             )
-        finally:
-            os.close(fd)
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
         memory = self._map(n * dtype.itemsize, huge=True)

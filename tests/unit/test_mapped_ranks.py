@@ -391,9 +391,8 @@ def test_two_threads_describe_memory_at_the_same_time(monkeypatch: pytest.Monkey
 
     def work(transport: CudaSharedTransport, memory: StandIn) -> None:
         lines, is_there = [memory.allocate(64) for _ in range(3)], memory.is_there
-        outs = torch.empty_like(lines[0]), torch.empty_like(lines[0])
-        transport.all_gather(lines[0], outs[:1])
-        other = threading.Thread(target=transport.all_gather, args=(lines[2], outs[1:]))
+        transport._describe(lines[0])
+        other = threading.Thread(target=transport._describe, args=(lines[2],))
 
         def look(segment: Any) -> bool:
             if other.ident is None:
@@ -402,7 +401,7 @@ def test_two_threads_describe_memory_at_the_same_time(monkeypatch: pytest.Monkey
             return is_there(segment)
 
         memory.is_there = look  # type: ignore[method-assign]
-        transport.all_gather(lines[1], outs[:1])
+        transport._describe(lines[1])
         other.join()
 
     assert run_mapped(work, 1) == [None]
@@ -437,8 +436,8 @@ def test_a_writer_that_fails_tells_the_others(monkeypatch: pytest.MonkeyPatch) -
     assert "gave up: out of memory" in found[0]
 
 
-def test_a_rank_that_cannot_map_waits_for_who_writes_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_page, "_CHECK_S", 0.005)
+def write_slowly(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When a writer has ended."""
     ended: list[float] = []
 
     def slowly(lines: Any, op: Any, outs: Any) -> None:
@@ -446,6 +445,12 @@ def test_a_rank_that_cannot_map_waits_for_who_writes_to_its_memory(monkeypatch: 
         ended.append(time.monotonic())
 
     monkeypatch.setattr(cuda_shared, "reduce_lines", slowly)
+    return ended
+
+
+def test_a_rank_that_cannot_map_waits_for_who_writes_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_page, "_CHECK_S", 0.005)
+    ended = write_slowly(monkeypatch)
 
     def work(transport: CudaSharedTransport, memory: StandIn) -> float:
         memory.refuses = transport.rank == 1
@@ -480,13 +485,7 @@ def test_nobody_writes_to_a_rank_that_has_left() -> None:
 
 
 def test_a_rank_that_gives_up_waits_for_who_writes_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[float] = []
-
-    def slowly(lines: Any, op: Any, outs: Any) -> None:
-        time.sleep(0.5)
-        ended.append(time.monotonic())
-
-    monkeypatch.setattr(cuda_shared, "reduce_lines", slowly)
+    ended = write_slowly(monkeypatch)
 
     def work(transport: CudaSharedTransport, memory: StandIn) -> float:
         x = lay(memory, torch.ones(1000), True)

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ from unisono.world.transports.meeting_page import (
     open_part,
 )
 from unisono.world.transports.sent_sizes import describe_uneven
-from unisono.world.transports.stage import cut_blocks
+from unisono.world.transports.stage import copy_to_parts, cut_blocks, join_parts
 
 __all__ = ["CudaSharedTransport", "reduce_lines"]
 
@@ -210,7 +209,7 @@ class CudaSharedTransport(Transport):
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         sizes = [part.numel() for part in parts], [out.numel() for out in outs]
-        _, lines, last = self._announce("all_to_all", "sum", _join(parts), same=False)
+        _, lines, last = self._announce("all_to_all", "sum", join_parts(parts), same=False)
         each = [struct.unpack(f"={2 * self.size}q", one) for one in self._exchange(_pack(*sizes))]
         every = [(list(one[: self.size]), list(one[self.size :])) for one in each]
         if any(every[a][0][b] != every[b][1][a] for a in range(self.size) for b in range(self.size)):
@@ -354,11 +353,11 @@ class CudaSharedTransport(Transport):
         if len(parts) > 1:
             blocks = [*cut_blocks(parts, _JOINED // parts[0].element_size())] or [parts[:1]]
         for block in blocks:
-            whole = _join(block)
+            whole = join_parts(block)
             mine, lines, last = self._announce(what, op, whole)
             self._write(what, partial(write, lines))
             if mine is not block[0]:
-                _put(mine, block)
+                copy_to_parts(mine, block)
             came.append(last)
         return came[0]
 
@@ -435,21 +434,6 @@ class _Mapped:
     def unmap(self) -> None:
         while self.lines:
             self._memory.unmap(self.lines.popitem()[1])
-
-
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """The lines as one: the only one itself, or a copy of all."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
-
-
-def _put(whole: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy a line into parts of it."""
-    for part, end in zip(parts, accumulate(part.numel() for part in parts), strict=True):
-        source = whole[end - part.numel() : end]
-        if part.numel() and part.data_ptr() != source.data_ptr():
-            part.copy_(source)
 
 
 def reduce_lines(lines: Sequence[Tensor], op: Op, outs: Sequence[Tensor]) -> None:

@@ -164,8 +164,9 @@ class Operations:
             if self._watchdog is not None:
                 self._watchdog.enter(doing, base.timeout_s)
             if queue == "main":
-                for transport in {base, route.transport}:
-                    transport.begin(record.sequence + 1, record.signature)
+                base.begin(record.sequence + 1, record.signature)
+                if route.transport is not base:
+                    route.transport.begin(record.sequence + 1, record.signature)
             record.start = self.ledger.clock()
             try:
                 with route.around():

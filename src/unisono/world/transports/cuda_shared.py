@@ -39,7 +39,7 @@ from unisono.world.transports.cuda_memory import HANDLE_BYTES, Memory, NotSharea
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
 from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, open_published, publish
 from unisono.world.transports.meeting_page import (
-    EXTRA_LIMIT,
+    EXTRA_AT,
     ITEM_LIMIT,
     PAGE_NAME,
     MeetingPage,
@@ -63,7 +63,7 @@ _JOINED = 256 << 20  # bytes of tensors that are copied to join them
 _TILE = 32 << 20  # bytes reduced at a time without a kernel of our own: its steps find them in the device's cache
 _BY_KERNEL = (torch.float32, torch.float16, torch.bfloat16)
 _LOOK_S, _LOOK_AGAIN_S = 0.001, 1.0  # whether another still writes; whether memory of mine is gone
-assert _WHERE.size <= EXTRA_LIMIT
+assert EXTRA_AT + _WHERE.size <= ITEM_LIMIT
 
 
 class CudaSharedTransport(Transport):
@@ -299,12 +299,12 @@ class CudaSharedTransport(Transport):
         came."""
         mine, extra = self._share(x, self.rank)
         self._memory.settle()
-        heads, extras, last = meet_with_plan(self._page, what, op, x.dtype, x.numel(), same=same, extra=extra)
-        lines = [mine[:0] for _ in heads]
+        heads, last = meet_with_plan(self._page, what, op, x.dtype, x.numel(), same=same, extra=extra)
+        lines, items = [mine[:0] for _ in heads], self._page.read_items()
         with self._telling():
-            for r, (head, told) in enumerate(zip(heads, extras, strict=True)):
+            for r, (head, item) in enumerate(zip(heads, items, strict=True)):
                 if head[3]:
-                    lines[r] = mine if r == self.rank else self._view(r, told, head[3], x.dtype)
+                    lines[r] = mine if r == self.rank else self._view(r, item[EXTRA_AT:], head[3], x.dtype)
         return mine, lines, last
 
     def _share(self, x: Tensor, use: int) -> tuple[Tensor, bytes]:

@@ -70,8 +70,8 @@ _TO_TELL_S = 1.0  # that ranks which disagree wait for each other's calls
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3, "product": 4, "and": 5, "or": 6, "xor": 7}
 _PLAN_HEAD = struct.Struct("BBHqiq")  # operation, dtype, which collective, elements, where they lie (two numbers)
 _PLAN = b"plan"  # how an item begins: what its rank came to do
-EXTRA_LIMIT = ITEM_LIMIT - len(_PLAN) - _PLAN_HEAD.size
-_NO_PLAN = _PLAN + _PLAN_HEAD.pack(255, 0, 0, 0, -1, 0)  # of a rank that came for something else
+EXTRA_AT = len(_PLAN) + _PLAN_HEAD.size
+_NO_PLAN = (255, 0, 0, 0, -1, 0)  # of a rank that came for something else
 
 
 assert _LATE + BYTES <= _SLOTS
@@ -220,11 +220,10 @@ class MeetingPage:
         slot = _SLOTS + (self._round & 1) * _SLOT
         return [float(struct.unpack_from("d", self.memory, r * ROW + slot)[0]) for r in range(self.size)]
 
-    def _look(self, at: int, target: int) -> bool:
-        """Look for a while whether the counter `at` has reached `target`."""
-        for i in range(self.looks):
-            if i:
-                os.sched_yield()  # other threads of this process run
+    def _look_on(self, at: int, target: int) -> bool:
+        """Look several times more whether the counter `at` has reached `target`."""
+        for _ in range(1, self.looks):
+            os.sched_yield()  # other threads of this process run
             if self.counters.spin(at, target):
                 return True
         return False
@@ -234,7 +233,9 @@ class MeetingPage:
     ) -> None:
         """Wait until the counter `at`, which `rank` advances, has reached `target`."""
         counters = self.counters
-        if not is_behind(counters[at], target) or (self.spin and self._look(at, target)):
+        if not is_behind(counters[at], target) or (
+            self.spin and (counters.spin(at, target) or self._look_on(at, target))
+        ):
             fence()
             return
         began, wait, early = time.perf_counter() - debug_pause.ended_s, None, 4
@@ -452,17 +453,17 @@ def meet_with_plan(
     *,
     same: bool = True,
     extra: bytes = b"",
-) -> tuple[list[tuple[int, ...]], list[bytes], float]:
+) -> tuple[list[tuple[int, ...]], float]:
     """Meet, and compare what each rank is about to do. `same`: with as many elements on each; `extra`: what else the
-    others are told.
+    others are told, in their items from `EXTRA_AT` on.
 
-    Returns every rank's (operation, dtype, collective, elements, place), what else it told, and when the last came.
+    Returns every rank's (operation, dtype, collective, elements, place), and when the last came.
     """
     kind = crc32(what.encode()) & 0xFFFF
     page.arrive(_PLAN + _PLAN_HEAD.pack(OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place) + extra)
     last = page.await_all(what)
-    items = [item if item.startswith(_PLAN) else _NO_PLAN for item in page.read_items()]
-    heads = [_PLAN_HEAD.unpack_from(item, len(_PLAN)) for item in items]
+    items, start = page.read_items(), len(_PLAN)
+    heads = [_PLAN_HEAD.unpack_from(item, start) if item.startswith(_PLAN) else _NO_PLAN for item in items]
     keep = 4 if same else 3
     numbers = page.read_sequences()
     if any(head[:keep] != heads[0][:keep] for head in heads) or len(set(numbers)) > 1:
@@ -476,7 +477,7 @@ def meet_with_plan(
         calls = page.exchange_descriptions(page.signature)
         raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each), calls=calls)
     check_signatures(page, what)
-    return heads, [item[len(_PLAN) + _PLAN_HEAD.size :] for item in items], last
+    return heads, last
 
 
 def check_signatures(page: MeetingPage, what: str) -> None:

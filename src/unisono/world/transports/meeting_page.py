@@ -218,7 +218,7 @@ class MeetingPage:
     def read_arrivals(self) -> list[float]:
         """When every rank came to the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT
-        return [float(struct.unpack_from("d", self.memory, r * ROW + slot)[0]) for r in range(self.size)]
+        return [struct.unpack_from("d", self.memory, r * ROW + slot)[0] for r in range(self.size)]
 
     def _look_on(self, at: int, target: int) -> bool:
         """Look several times more whether the counter `at` has reached `target`."""

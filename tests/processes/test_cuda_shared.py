@@ -192,7 +192,7 @@ def give_back() -> tuple[list[float], int]:
     for _ in range(2):
         world.all_reduce(torch.ones(1000, device=world.device)).wait()
     fast: Any = world._operations.accelerated
-    return found, sum(line.nbytes for line in fast._theirs[1 - world.rank].values())
+    return found, sum(line.nbytes for line in fast._theirs[1 - world.rank].lines.values())
 
 
 def test_memory_given_back_is_unmapped() -> None:

@@ -38,7 +38,8 @@ LAYERS = [
     "units",
     "launchers.runtime packing background rng methods.checks predict.costs observe.pages "
     "methods.model_copies text_table old_paths",
-    "world methods.buckets methods.kernels methods.joined_optimizers",
+    "methods.kernels",
+    "world methods.buckets methods.joined_optimizers",
     "methods.reducer observe.runs world.backend",
     "methods.facts",
     "methods.reducers methods.exchange methods.offload training.checkpoint training.data methods.spec "

@@ -23,6 +23,7 @@ from unisono.launchers.runtime.launch_env import Place
 from unisono.launchers.runtime.store_server import LONGEST_MESSAGE, StoreServer
 from unisono.world import PeerLost, locked_store, stores
 from unisono.world.locked_store import LockedStore
+from unisono.world.transports import connections
 
 SECRET = bytes(range(32))
 
@@ -313,8 +314,7 @@ def test_who_waits_long_for_the_store_says_so_once(
     open_it: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A name that the cluster's DNS does not know, for example: the end of the wait would be five minutes away."""
-    for module in (stores, locked_store):
-        monkeypatch.setattr(module, "SAID_AFTER_S", 0.02)
+    monkeypatch.setattr(connections, "SAID_AFTER_S", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     secret = () if open_it is stores.open_tcp_store else (SECRET,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import pytest
 import torch
 from mapped_ranks import StandIn
 
-from unisono.world import Mismatch, PeerLost, rendezvous
-from unisono.world.transports import cuda_memory, cuda_shared
+from unisono.world import Mismatch, PeerLost, World, rendezvous
+from unisono.world.transports import cuda_memory, cuda_route, cuda_shared, meeting_page
 from unisono.world.transports.arithmetic import STEPS, check_op
 from unisono.world.transports.cuda_memory import NotShareable
 from unisono.world.transports.cuda_shared import CudaSharedTransport, reduce_lines
@@ -296,8 +297,171 @@ def test_sizes_that_the_others_do_not_expect_are_refused() -> None:
 
 def test_memory_that_cannot_be_mapped_is_found_out_at_the_start() -> None:
     for error in run_mapped(lambda transport, memory: None, 3, refuses=1):
-        assert isinstance(error, NotShareable | PeerLost)
-        assert "mapped" in str(error) or "closed" in str(error)
+        assert isinstance(error, NotShareable)
+        assert str(error) == "rank 1: not permitted"  # and no rank has given up: the others would lose it
+
+
+@pytest.fixture
+def ended() -> int:
+    """A process that is gone."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_a_rank_that_died_before_it_came_is_noticed(ended: int) -> None:
+    others = iter([f"{ended} ".encode(), b""])
+    base: Any = SimpleNamespace(rank=0, size=2, exchange=lambda mine: [mine, next(others)])
+    with pytest.raises(PeerLost, match=f"process {ended}. has ended"):
+        CudaSharedTransport.connect(base, StandIn, timeout_s=0.5)
+
+
+def test_a_rank_that_died_before_it_came_to_its_group_is_noticed(ended: int) -> None:
+    def work(transport: CudaSharedTransport, memory: StandIn) -> None:
+        if transport.rank == 0:
+            transport._page.pids[1] = ended
+        transport.split([[0, 1]])
+
+    errors = run_mapped(work, 2, timeout_s=0.5)
+    assert f"process {ended}) has ended" in str(errors[0])
+
+
+def test_what_a_rank_says_last_is_why_it_left() -> None:
+    def work(transport: CudaSharedTransport, memory: StandIn) -> None:
+        if transport.rank:
+            transport.abandon(PeerLost("a long reason, of which nothing is left"))
+            transport.abandon(PeerLost("short"))
+        else:
+            transport.all_reduce([torch.ones(4)], "sum")
+
+    error, _ = run_mapped(work, 2)
+    assert error.args[0].endswith("gave up: short")
+
+
+# Collectives and messages at the same time -------------------------------------------------------------------
+
+
+def test_copies_of_messages_to_several_ranks_are_apart() -> None:
+    """And from that of a collective: each is read when its reader comes."""
+    n = 500_000
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> Any:
+        if transport.rank:
+            x = torch.empty(n)
+            if transport.rank == 1:
+                wait_until(lambda: transport._page.counters[transport._direct.row(0, 2)] > 0)
+            transport.recv(x, 0)
+        else:
+            sends = [threading.Thread(target=transport.send, args=(torch.full((n,), float(r)), r)) for r in (1, 2)]
+            for r, send in enumerate(sends, 1):
+                send.start()
+                wait_until(lambda r=r: transport._page.counters[transport._direct.row(0, r)] > 0)  # it is announced
+            x = torch.zeros(n)
+        transport.all_reduce([y := torch.full((n,), 5.0)], "sum")
+        for send in sends if transport.rank == 0 else ():
+            send.join()
+        return x.unique().tolist(), y.unique().tolist()
+
+    assert run_mapped(work, 3) == [([float(r)], [15.0]) for r in range(3)]
+
+
+def test_a_message_leaves_what_a_collective_has_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_shared, "_LOOK_AGAIN_S", 0.0)
+    n = 500_000
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> int:
+        first = memory.allocate(4096)
+        transport.all_reduce([first], "sum")
+        transport._announce("all_gather", "sum", memory.allocate(4096))
+        before = memory.unmapped
+        if transport.rank:
+            memory.lose(first)  # the message tells that it is gone
+            transport.send(lay(memory, torch.ones(n), True), 0)
+        else:
+            transport.recv(torch.empty(n), 1)
+        found = memory.unmapped - before  # the collective is still under way
+        transport._end("all_gather")
+        return found
+
+    assert run_mapped(work, 2) == [0, 0]
+
+
+def test_two_threads_describe_memory_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_shared, "_LOOK_AGAIN_S", 0.0)
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> None:
+        lines, is_there = [memory.allocate(64) for _ in range(3)], memory.is_there
+        transport._describe(lines[0])
+        other = threading.Thread(target=transport._describe, args=(lines[2],))
+
+        def look(segment: Any) -> bool:
+            if other.ident is None:
+                other.start()
+                other.join(0.2)
+            return is_there(segment)
+
+        memory.is_there = look  # type: ignore[method-assign]
+        transport._describe(lines[1])
+        other.join()
+
+    assert run_mapped(work, 1) == [None]
+
+
+# Ranks that leave --------------------------------------------------------------------------------------------
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_writer_that_fails_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would take its next call for the end of this one."""
+
+    def fail(lines: Any, op: Any, outs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cuda_shared, "reduce_lines", fail)
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> str:
+        with pytest.raises(RuntimeError) as error:
+            transport.all_reduce([lay(memory, torch.ones(1000), True)], "sum")
+        return f"{error.type.__name__} {error.value}"
+
+    found = sorted(run_mapped(work, 2, timeout_s=3.0))
+    assert found[1] == "RuntimeError out of memory"
+    assert found[0].startswith("PeerLost all_reduce: rank ")
+    assert "gave up: out of memory" in found[0]
+
+
+def write_slowly(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When a writer has ended."""
+    ended: list[float] = []
+
+    def slowly(lines: Any, op: Any, outs: Any) -> None:
+        time.sleep(0.5)
+        ended.append(time.monotonic())
+
+    monkeypatch.setattr(cuda_shared, "reduce_lines", slowly)
+    return ended
+
+
+def test_a_rank_that_cannot_map_waits_for_who_writes_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_page, "_CHECK_S", 0.005)
+    ended = write_slowly(monkeypatch)
+
+    def work(transport: CudaSharedTransport, memory: StandIn) -> float:
+        memory.refuses = transport.rank == 1
+        x = lay(memory, torch.ones(1000), True)
+        time.sleep(0.0 if transport.rank else 0.1)  # the last one writes
+        with pytest.raises(PeerLost):
+            transport.all_reduce([x], "sum")
+        return time.monotonic()
+
+    found = run_mapped(work, 2)
+    assert found[1] >= ended[0]
 
 
 def test_nobody_writes_to_a_rank_that_has_left() -> None:
@@ -321,13 +485,7 @@ def test_nobody_writes_to_a_rank_that_has_left() -> None:
 
 
 def test_a_rank_that_gives_up_waits_for_who_writes_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[float] = []
-
-    def slowly(lines: Any, op: Any, outs: Any) -> None:
-        time.sleep(0.5)
-        ended.append(time.monotonic())
-
-    monkeypatch.setattr(cuda_shared, "reduce_lines", slowly)
+    ended = write_slowly(monkeypatch)
 
     def work(transport: CudaSharedTransport, memory: StandIn) -> float:
         x = lay(memory, torch.ones(1000), True)
@@ -380,13 +538,55 @@ def test_ranks_that_all_share_a_device_map_its_memory(
     assert rendezvous._connect_devices(transport, torch.device("cuda", 0), hosts) == way
 
 
+class OnDevice(torch.Tensor):
+    """A result in memory of another stream than the program's."""
+
+    is_cuda = True
+    streams: list[Any] = []  # noqa: RUF012
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_memory_of_a_result_is_not_given_out_while_the_program_reads_it(
+    maps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later collective would write to it, in a stream of its own, before the program's stream has read it."""
+    here, x = SimpleNamespace(query=lambda: True), SimpleNamespace(device=SimpleNamespace(index=0))
+    base: Any = SimpleNamespace(rank=0, size=2, takes_cuda=False)
+    mapped: Any = SimpleNamespace(serves=lambda device: True, meets_on_host=True)
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(cuda_route, "_streams", {0: SimpleNamespace()})
+    finish = cuda_route.choose_route(base, mapped if maps else None, x).finish  # type: ignore[arg-type]
+    results = [torch.ones(3).as_subclass(OnDevice), torch.ones(3)]
+    OnDevice.streams.clear()
+    assert finish is not None
+    assert finish(results) is results
+    assert OnDevice.streams == [here]
+
+
+def test_a_timeout_is_that_of_all_ways() -> None:
+    ways: list[Any] = [
+        SimpleNamespace(rank=0, size=2, set_timeout=lambda s, i=i: set_to.append((i, s))) for i in (0, 1)
+    ]
+    set_to: list[tuple[int, float]] = []
+    for way in ways:
+        way.timeout_s, way.close = 9.0, lambda: None
+    world = World(ways[0], hosts=["a", "a"], accelerated=ways[1])
+    world.set_timeout(5.0)
+    world.close()
+    assert set_to == [(0, 5.0), (1, 5.0)]
+
+
 def refuse(device: torch.device) -> StandIn:
     raise NotShareable("cuIpcOpenMemHandle: operation not supported (801)")
 
 
 def test_where_mapping_is_refused_the_first_rank_says_what_happens_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_memory, "CudaMemory", refuse)
-    transport: Any = SimpleNamespace(rank=0, size=1, exchange=lambda data: [data])
+    transport: Any = SimpleNamespace(rank=0, size=1, timeout_s=9.0, exchange=lambda data: [data])
     with pytest.warns(UserWarning, match=r"pass through host memory.*operation not supported"):
         assert rendezvous._map_device(transport, torch.device("cuda", 0), None) is None
     monkeypatch.setenv("UNISONO_PEER_MEMORY", "0")

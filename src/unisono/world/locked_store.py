@@ -18,13 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 from unisono.launchers.runtime.channel import Channel, NotProven, connect_once
 from unisono.launchers.runtime.store_server import ANSWER, MessageReader, send_message
 from unisono.world.transports import PeerLost
-from unisono.world.transports.connections import (
-    SAID_AFTER_S,
-    describe_no_store,
-    is_closed,
-    limit_silence_of,
-    say_no_store,
-)
+from unisono.world.transports.connections import StorePatience, is_closed, limit_silence_of
 
 __all__ = ["LockedStore"]
 
@@ -223,10 +217,10 @@ class LockedStore(Store):
         return connection
 
     def _connect_first(self, timeout_s: float) -> _Connection:
-        deadline, say_at, refusals = time.monotonic() + timeout_s, time.monotonic() + SAID_AFTER_S, 0
+        patience, refusals = StorePatience(self.host, self.port, timeout_s), 0
         while True:
             try:
-                return self._connect(max(0.1, min(_ATTEMPT_S, deadline - time.monotonic())))
+                return self._connect(patience.limit(_ATTEMPT_S))
             except OSError as error:
                 refusals += isinstance(error, NotProven)
                 if refusals >= _REFUSALS:
@@ -234,11 +228,7 @@ class LockedStore(Store):
                         f"what listens at {self.host}:{self.port} is not the store of this run ({error}): every worker "
                         "must be given the same secret, and the port must be the store's own"
                     ) from None
-                if time.monotonic() > deadline:
-                    raise describe_no_store(self.host, self.port, timeout_s, error) from None
-                if time.monotonic() > say_at:
-                    say_at = deadline
-                    say_no_store(self.host, self.port, error)
+                patience.check(error)
             time.sleep(0.02)
 
     def _drop(self, connection: _Connection) -> None:

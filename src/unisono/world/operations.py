@@ -55,6 +55,11 @@ class Operations:
         assert self._transport is not None, "a world of one moves nothing"
         return self._transport
 
+    @property
+    def transports(self) -> list[Transport]:
+        """Those for CPU and CUDA tensors."""
+        return [one for one in (self._transport, self.accelerated) if one is not None]
+
     def record(
         self,
         op: str,
@@ -159,8 +164,9 @@ class Operations:
             if self._watchdog is not None:
                 self._watchdog.enter(doing, base.timeout_s)
             if queue == "main":
-                for transport in {base, route.transport}:
-                    transport.begin(record.sequence + 1, record.signature)
+                base.begin(record.sequence + 1, record.signature)
+                if route.transport is not base:
+                    route.transport.begin(record.sequence + 1, record.signature)
             record.start = self.ledger.clock()
             try:
                 with route.around():
@@ -206,9 +212,8 @@ class Operations:
         self.closed = True
         for queue in self._queues.values():
             queue.close()
-        for transport in (self._transport, self.accelerated):
-            if transport is not None:
-                transport.close()
+        for transport in self.transports:
+            transport.close()
 
     def __del__(self) -> None:
         """A world that was dropped without `close()`: no handle and no job of it is left either, as these hold me."""

@@ -366,7 +366,7 @@ def _map_device(transport: Transport, device: torch.device, check: Callable[[], 
 
     try:
         return CudaSharedTransport.connect(
-            transport, lambda: CudaMemory(device), timeout_s=read_timeout_s(), check=check
+            transport, lambda: CudaMemory(device), timeout_s=transport.timeout_s, check=check
         )
     except NotShareable as error:
         if transport.rank == 0 and os.environ.get(PEER_MEMORY) != "0":

@@ -29,7 +29,7 @@ from unisono.launchers.runtime.channel import read_store_secret
 from unisono.launchers.runtime.launch_env import Place
 from unisono.launchers.runtime.store_server import StoreServer
 from unisono.world.transports import PeerLost
-from unisono.world.transports.connections import SAID_AFTER_S, describe_no_store, probe, say_no_store
+from unisono.world.transports.connections import StorePatience, probe
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -148,13 +148,9 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:
     """Wait until the store's process listens: torch itself retries a refused connection for longer than its timeout."""
-    deadline, say_at = time.monotonic() + timeout_s, time.monotonic() + SAID_AFTER_S
-    while (why := probe((host, port), max(0.1, min(3.0, deadline - time.monotonic())))) is not None:
-        if time.monotonic() > deadline:
-            raise describe_no_store(host, port, timeout_s, why)
-        if time.monotonic() > say_at:
-            say_at = deadline
-            say_no_store(host, port, why)
+    patience = StorePatience(host, port, timeout_s)
+    while (why := probe((host, port), patience.limit(3.0))) is not None:
+        patience.check(why)
         time.sleep(0.02)
 
 

@@ -479,14 +479,9 @@ class World:
                     if transport is not None:
                         transport.close()
                 base, fast = None, None
+        hosts = [self.hosts[r] for r in mine]
         child = World(
-            base,
-            device=self.device,
-            hosts=[self.hosts[r] for r in mine],
-            ledger=self.ledger,
-            accelerated=fast,
-            name=name,
-            inline=inline,
+            base, device=self.device, hosts=hosts, ledger=self.ledger, accelerated=fast, name=name, inline=inline
         )
         child._parent = weakref.ref(self)
         self._children[child] = None
@@ -547,9 +542,13 @@ class World:
         """Tell the other ranks that this one leaves, also those that wait for it in worlds split from this one."""
         for child in list(self._children):
             child.abandon(why)
-        for transport in (self.transport, self._operations.accelerated):
-            if transport is not None:
-                transport.abandon(why)
+        for transport in self._operations.transports:
+            transport.abandon(why)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long to wait for another rank from now on."""
+        for transport in self._operations.transports:
+            transport.set_timeout(seconds)
 
     # Memory ----------------------------------------------------------------------------------------------
 

@@ -168,8 +168,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._messages.timeout_s = timeout.total_seconds()
-        if self.world.transport is not None:
-            self.world.transport.set_timeout(timeout.total_seconds())
+        self.world.set_timeout(timeout.total_seconds())
 
     set_timeout = _set_default_timeout
 
@@ -531,18 +530,15 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def _within(self, seconds: float, run: Callable[[], None]) -> Callable[[], None]:
         """`run` under another timeout than the group's."""
-        transport = self.world.transport
 
         def limited() -> None:
-            if transport is not None:
-                transport.set_timeout(seconds)
+            self.world.set_timeout(seconds)
             try:
                 run()
             finally:
-                if transport is not None:
-                    transport.set_timeout(self._timeout.total_seconds())
+                self.world.set_timeout(self._timeout.total_seconds())
 
-        return limited if transport is not None else run
+        return limited
 
     def _on_device(self, device: torch.device, run: Callable[[], None]) -> Callable[[], None]:
         """`run` after what the caller's stream holds now; it returns when the device has finished."""

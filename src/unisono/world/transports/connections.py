@@ -8,10 +8,12 @@ torch's stores are found among this process's sockets by the store's port.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from unisono.world.transports import PeerLost
@@ -113,17 +115,27 @@ def probe(address: tuple[str, int], seconds: float) -> OSError | None:
     return None
 
 
-def describe_no_store(host: str, port: int, timeout_s: float, why: OSError) -> PeerLost:
-    """The error for a store that could not be reached in time."""
-    return PeerLost(
-        f"no store answers at {host}:{port} within {timeout_s:g} s ({why}): the process that keeps it, rank 0 or the "
-        f"launcher, has not started or cannot be reached from host {socket.gethostname()}"
-    )
+class StorePatience:
+    """Patience with a store that does not answer yet: its name may not be there yet, or never."""
 
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self._what, self._timeout_s = f"no store answers at {host}:{port}", timeout_s
+        self._deadline, self._say_at = time.monotonic() + timeout_s, time.monotonic() + SAID_AFTER_S
 
-def say_no_store(host: str, port: int, why: OSError) -> None:
-    """Tell the user, once a rank has waited for the store for SAID_AFTER_S: a name may not be there yet, or never."""
-    print(f"unisono: no store answers at {host}:{port} ({why}); still trying", file=sys.stderr, flush=True)
+    def limit(self, seconds: float) -> float:
+        """How long one attempt of at most so many seconds may take."""
+        return max(0.1, min(seconds, self._deadline - time.monotonic()))
+
+    def check(self, why: OSError) -> None:
+        """Called after an attempt: PeerLost if there is no time for another; tells the user once, after a while."""
+        if (now := time.monotonic()) > self._deadline:
+            raise PeerLost(
+                f"{self._what} within {self._timeout_s:g} s ({why}): the process that keeps it, rank 0 or the "
+                f"launcher, has not started or cannot be reached from host {socket.gethostname()}"
+            ) from None
+        if now > self._say_at:
+            self._say_at = math.inf
+            print(f"unisono: {self._what} ({why}); still trying", file=sys.stderr, flush=True)
 
 
 def list_sockets() -> Iterator[tuple[int, socket.socket]]:

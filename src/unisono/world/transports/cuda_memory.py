@@ -108,8 +108,8 @@ class CudaMemory:
                 return known[number]
             nbytes = ctypes.c_size_t()
             address = self.ask("cuMemGetAddressRange_v2", ctypes.c_uint64(), ctypes.byref(nbytes), at)
-            handle = _Handle()
-            self._check("cuIpcGetMemHandle", self.driver.cuIpcGetMemHandle(ctypes.byref(handle), at))
+            handle, start = _Handle(), ctypes.c_uint64(address)
+            self._check("cuIpcGetMemHandle", self.driver.cuIpcGetMemHandle(ctypes.byref(handle), start))
         return Segment(number, address, nbytes.value, bytes(handle))
 
     def is_there(self, segment: Segment) -> bool:
@@ -121,7 +121,11 @@ class CudaMemory:
 
     def allocate(self, nbytes: int) -> Tensor:
         nbytes = max(_LEAST, 1 << (nbytes - 1).bit_length())
-        allocation = _Allocation(self, nbytes)
+        try:
+            allocation = _Allocation(self, nbytes)
+        except NotShareable:  # torch may keep so much that is free
+            torch.cuda.empty_cache()
+            allocation = _Allocation(self, nbytes)
         return torch.as_tensor(_Bytes(allocation.address, nbytes, allocation), device=self.device)
 
     def map(self, handle: bytes, nbytes: int) -> Tensor:

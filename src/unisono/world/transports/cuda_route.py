@@ -21,7 +21,7 @@ class Route:
 
     transport: Transport
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    finish: Callable[[Any], Any] | None = None  # set if the device may still be at work when the host goes on
+    finish: Callable[[Any], Any] | None = None  # set if the program's stream has to know of it
     at_once: bool = False  # the host does not wait for other ranks: the stream keeps the operations' order
     wakes: Wakes = True  # as SerialQueue.submit takes it
 
@@ -42,6 +42,17 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
     if waits:
         ready.record(here)
     stream = _streams.get(x.device.index) or _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
+    done = torch.cuda.Event()
+
+    def finish(value: Any) -> Any:
+        here = torch.cuda.current_stream(x.device)
+        if not meets:
+            here.wait_event(done)
+        for result in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(result, Tensor) and result.is_cuda:
+                result.record_stream(here)  # its memory is another stream's: not to be given out while it is read here
+        return value
+
     if meets:
 
         @contextmanager
@@ -54,8 +65,7 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
                 yield
                 stream.synchronize()
 
-        return Route(served, synchronise, wakes="soon" if served is accelerated else True)
-    done = torch.cuda.Event()
+        return Route(served, synchronise, finish, wakes="soon" if served is accelerated else True)
 
     @contextmanager
     def in_order() -> Iterator[None]:
@@ -64,14 +74,6 @@ def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> R
         with torch.cuda.stream(used):
             yield
             done.record(used)
-
-    def finish(value: Any) -> Any:
-        here = torch.cuda.current_stream(x.device)
-        here.wait_event(done)
-        for result in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(result, Tensor) and result.is_cuda:
-                result.record_stream(here)  # its memory is another stream's: not to be given out while it is read here
-        return value
 
     return Route(served, in_order, finish, at_once=not are_threads)
 

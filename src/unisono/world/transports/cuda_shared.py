@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,22 +33,22 @@ from unisono.world.transports import (
     Op,
     PeerLost,
     Transport,
-    find_group,
 )
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.cuda_memory import HANDLE_BYTES, Memory, NotShareable, Segment
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
 from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, open_published, publish
 from unisono.world.transports.meeting_page import (
-    EXTRA_LIMIT,
+    EXTRA_AT,
     ITEM_LIMIT,
     PAGE_NAME,
     MeetingPage,
     is_supported,
     meet_with_plan,
+    open_part,
 )
 from unisono.world.transports.sent_sizes import describe_uneven
-from unisono.world.transports.stage import cut_blocks
+from unisono.world.transports.stage import copy_to_parts, cut_blocks, join_parts
 
 __all__ = ["CudaSharedTransport", "reduce_lines"]
 
@@ -62,7 +63,7 @@ _JOINED = 256 << 20  # bytes of tensors that are copied to join them
 _TILE = 32 << 20  # bytes reduced at a time without a kernel of our own: its steps find them in the device's cache
 _BY_KERNEL = (torch.float32, torch.float16, torch.bfloat16)
 _LOOK_S, _LOOK_AGAIN_S = 0.001, 1.0  # whether another still writes; whether memory of mine is gone
-assert _WHERE.size <= EXTRA_LIMIT
+assert EXTRA_AT + _WHERE.size <= ITEM_LIMIT
 
 
 class CudaSharedTransport(Transport):
@@ -78,25 +79,26 @@ class CudaSharedTransport(Transport):
         memory: Memory,
         *,
         timeout_s: float,
+        pids: Sequence[int] = (),
         check: Callable[[], None] | None = None,
         works: bool = False,
     ) -> None:
-        """`fd`: a memfd that every rank of the group has open, empty when the first comes; `check`: raises PeerLost
-        where waiting is to end; `works`: mapping has been tried out before. NotShareable, on every rank, if one cannot
-        map the others' memory."""
+        """`fd`: a memfd that every rank of the group has open, empty when the first comes; `pids`: every rank's
+        process, if known before; `check`: raises PeerLost where waiting is to end; `works`: mapping has been tried out
+        before. NotShareable, on every rank, if one cannot map the others' memory."""
         self.rank, self.size, self.timeout_s, self._check = rank, size, timeout_s, check
         spin = size <= len(os.sched_getaffinity(0))
-        self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, check=check)
+        self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, pids=pids, check=check)
         self._page.looks = _LOOKS
         boxes = MappedMemory(count_outbox_bytes(size), rank, lambda mine: self._page.meet(mine, "sharing memory"))
         self._direct = DirectMessages(self._page, boxes.ranks)
         self._memory = memory
         self._mine: dict[int, Segment] = {}  # that others may have mapped
         self._given_back = 0  # times
-        self._theirs: list[dict[int, Tensor]] = [{} for _ in range(size)]  # by the segment's number
-        self._seen = [0] * size  # how often each had given back
         self._look_at = 0.0
-        self._scratch: Tensor | None = None
+        self._lock = threading.Lock()  # of these three: collectives and messages have threads of their own
+        self._theirs = [_Mapped(memory) for _ in range(2 * size)]  # of each rank for collectives, and for messages
+        self._scratch: dict[int, Tensor] = {}  # for messages by their receiver, for collectives by my own rank
         self._writer = 0  # the rank that reduced last
         if not works:
             try:
@@ -126,7 +128,9 @@ class CudaSharedTransport(Transport):
                 fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if base.rank == 0 else -1
         except (RuntimeError, OSError) as error:
             why = str(error)
-        address = base.exchange(publish(fd).encode() if fd >= 0 else b"")[0].decode()
+        mine = f"{os.getpid()} {publish(fd) if fd >= 0 else ''}"
+        pids, addresses = zip(*(told.decode().split(" ") for told in base.exchange(mine.encode())), strict=True)
+        address = addresses[0]
         try:
             if fd < 0 and address and not why:
                 fd = open_published(address)
@@ -136,7 +140,7 @@ class CudaSharedTransport(Transport):
             if reasons := [f"rank {r}: {w.decode()}" for r, w in enumerate(base.exchange(why.encode())) if w]:
                 raise NotShareable("; ".join(reasons))
             assert found is not None
-            return cls(fd, base.rank, base.size, found, timeout_s=timeout_s, check=check)
+            return cls(fd, base.rank, base.size, found, timeout_s=timeout_s, pids=[*map(int, pids)], check=check)
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -148,18 +152,19 @@ class CudaSharedTransport(Transport):
             word = self._memory.allocate(8)[:8]
             word.copy_(torch.tensor([self.rank + 1] * 8, dtype=torch.uint8))
             self._memory.settle()
-            told = self._describe(word, self._memory.find(word, {}))
+            told = self._describe(word)
         except RuntimeError as error:
             why = str(error)
         items = self._page.meet(told, "mapping memory")
         try:
             for r in self._page.peers if all(items) else ():
-                if self._view(r, items[r], 8, torch.uint8).tolist() != [r + 1] * 8:
+                if self._theirs[r].find(items[r], 8, torch.uint8).tolist() != [r + 1] * 8:
                     raise NotShareable(f"the memory of rank {r} has other numbers here")
         except RuntimeError as error:
             why = str(error)
-        for rank in range(self.size):
-            self._unmap(rank)
+        self._mine.clear()
+        for theirs in self._theirs:
+            theirs.unmap()
         reasons = self._page.meet(why.encode("ascii", "replace")[:ITEM_LIMIT], "mapping memory")
         if any(reasons):
             each = (f"rank {r}: {reason.decode()}" for r, reason in enumerate(reasons) if reason)
@@ -204,7 +209,7 @@ class CudaSharedTransport(Transport):
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         sizes = [part.numel() for part in parts], [out.numel() for out in outs]
-        _, lines, last = self._announce("all_to_all", "sum", _join(parts), same=False)
+        _, lines, last = self._announce("all_to_all", "sum", join_parts(parts), same=False)
         each = [struct.unpack(f"={2 * self.size}q", one) for one in self._exchange(_pack(*sizes))]
         every = [(list(one[: self.size]), list(one[self.size :])) for one in each]
         if any(every[a][0][b] != every[b][1][a] for a in range(self.size) for b in range(self.size)):
@@ -221,9 +226,8 @@ class CudaSharedTransport(Transport):
         if x.nbytes <= _SMALL_MESSAGE:
             self._direct.send(x.cpu(), dst)
             return
-        mine = self._shareable(x)
+        told = _LENGTH.pack(x.numel()) + self._share(x, dst)[1]
         self._memory.settle()
-        told = _LENGTH.pack(x.numel()) + self._describe(mine, self._segment_of(mine))
         row, counters = self._done(self.rank, dst), self._page.counters
         number = counters[row] + 1
         self._direct.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), dst, 1 + DTYPES.index(x.dtype))
@@ -250,7 +254,7 @@ class CudaSharedTransport(Transport):
         (numel,) = _LENGTH.unpack_from(told)
         if numel != x.numel():
             raise Mismatch(f"recv from rank {src}: it sent {numel} x {x.dtype}, I receive into {x.numel()}")
-        x.copy_(self._view(src, told[_LENGTH.size :], numel, x.dtype))
+        x.copy_(self._view(src, told[_LENGTH.size :], numel, x.dtype, for_message=True))
         self._memory.settle()
         row = self._done(src, self.rank)
         self._page.counters.publish(row, self._page.counters[row] + 1)
@@ -264,19 +268,9 @@ class CudaSharedTransport(Transport):
     # Groups ----------------------------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = find_group(groups, self.rank, self.size)
-        fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if mine[0] == self.rank else -1
-        addresses = self._page.meet(publish(fd).encode() if fd >= 0 else b"", "a split")
-        if fd < 0:
-            fd = open_published(addresses[mine[0]].decode())
-        try:
-            self._page.meet()  # all have opened before the maker may close
-            place = mine.index(self.rank), len(mine)
-            return CudaSharedTransport(
-                fd, *place, self._memory, timeout_s=self.timeout_s, check=self._check, works=True
-            )
-        finally:
-            os.close(fd)
+        with open_part(self._page, groups, lambda mine: self._page.meet(mine, "a split")) as (fd, rank, pids):
+            place = rank, len(pids), self._memory
+            return CudaSharedTransport(fd, *place, timeout_s=self.timeout_s, pids=pids, check=self._check, works=True)
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout_s = self._page.timeout_s = seconds
@@ -286,9 +280,9 @@ class CudaSharedTransport(Transport):
 
     def close(self) -> None:
         self._memory.settle()
-        for rank in range(self.size):
-            self._unmap(rank)
-        self._scratch = None
+        for theirs in self._theirs:
+            theirs.unmap()
+        self._scratch.clear()
         self._page.close()
 
     # Where tensors lie -----------------------------------------------------------------------------------
@@ -303,64 +297,52 @@ class CudaSharedTransport(Transport):
     ) -> tuple[Tensor, list[Tensor], float]:
         """Phase 1. Returns what the others see of mine (`x`, or a copy of it), every rank's line, and when the last
         came."""
-        mine = self._shareable(x)
-        extra = self._describe(mine, self._segment_of(mine)) if x.numel() else bytes(_WHERE.size)
+        mine, extra = self._share(x, self.rank)
         self._memory.settle()
-        heads, extras, last = meet_with_plan(self._page, what, op, x.dtype, x.numel(), same=same, extra=extra)
-        lines = [mine[:0] for _ in heads]
-        for r, (head, told) in enumerate(zip(heads, extras, strict=True)):
-            if head[3]:
-                lines[r] = mine if r == self.rank else self._view(r, told, head[3], x.dtype)
+        heads, last = meet_with_plan(self._page, what, op, x.dtype, x.numel(), same=same, extra=extra)
+        lines, items = [mine[:0] for _ in heads], self._page.read_items()
+        with self._telling():
+            for r, (head, item) in enumerate(zip(heads, items, strict=True)):
+                if head[3]:
+                    lines[r] = mine if r == self.rank else self._view(r, item[EXTRA_AT:], head[3], x.dtype)
         return mine, lines, last
 
-    def _shareable(self, x: Tensor) -> Tensor:
-        """`x`, or a copy of it where others can map it."""
+    def _share(self, x: Tensor, use: int) -> tuple[Tensor, bytes]:
+        """`x`, or a copy of it that others can map, and where it lies. `use`: what for; a copy lasts until the next one
+        for the same."""
         if not x.numel():
-            return x
+            return x, bytes(_WHERE.size)
         try:
-            self._segment_of(x)
+            return x, self._describe(x)
         except NotShareable:
-            if self._scratch is None or self._scratch.numel() < x.nbytes:
-                self._scratch = None
-                self._scratch = self._memory.allocate(x.nbytes)
-            mine = self._scratch[: x.nbytes].view(x.dtype)
+            if use not in self._scratch or self._scratch[use].numel() < x.nbytes:
+                self._scratch.pop(use, None)
+                self._scratch[use] = self._memory.allocate(x.nbytes)
+            mine = self._scratch[use][: x.nbytes].view(x.dtype)
             mine.copy_(x)
-            return mine
-        return x
+            return mine, self._describe(mine)
 
-    def _segment_of(self, x: Tensor) -> Segment:
-        """The allocation that `x` lies in. Those that are gone are given back by the others too."""
-        segment = self._memory.find(x, self._mine)
-        self._mine[segment.number] = segment
-        if (now := time.monotonic()) >= self._look_at or len(self._mine) > _MOST_SEGMENTS:
-            self._look_at = now + _LOOK_AGAIN_S
-            there = [s for s in self._mine.values() if self._memory.is_there(s)]
-            if len(there) < len(self._mine) or len(there) > _MOST_SEGMENTS:
-                self._mine = {segment.number: segment}
-                self._given_back += 1
-        return segment
+    def _describe(self, x: Tensor) -> bytes:
+        """Where `x` lies; NotShareable if others cannot map that. Allocations that are gone are given back by the
+        others too."""
+        with self._lock:
+            segment = self._memory.find(x, self._mine)
+            self._mine[segment.number] = segment
+            if (now := time.monotonic()) >= self._look_at or len(self._mine) > _MOST_SEGMENTS:
+                self._look_at = now + _LOOK_AGAIN_S
+                there = [s for s in self._mine.values() if self._memory.is_there(s)]
+                if len(there) < len(self._mine) or len(there) > _MOST_SEGMENTS:
+                    self._mine = {segment.number: segment}
+                    self._given_back += 1
+            offset = x.data_ptr() - segment.address
+            return _WHERE.pack(self._given_back, segment.number, segment.nbytes, offset, segment.handle)
 
-    def _describe(self, x: Tensor, segment: Segment) -> bytes:
-        offset = x.data_ptr() - segment.address
-        return _WHERE.pack(self._given_back, segment.number, segment.nbytes, offset, segment.handle)
-
-    def _view(self, rank: int, told: bytes, count: int, dtype: torch.dtype) -> Tensor:
+    def _view(self, rank: int, told: bytes, count: int, dtype: torch.dtype, *, for_message: bool = False) -> Tensor:
         """A line of another rank's, where it lies."""
-        given_back, number, nbytes, offset, handle = _WHERE.unpack(told)
-        if given_back != self._seen[rank]:
-            self._unmap(rank)
-            self._seen[rank] = given_back
-        if number not in self._theirs[rank]:
-            try:
-                self._theirs[rank][number] = self._memory.map(handle, nbytes)
-            except RuntimeError as error:
-                raise self._page.lose(rank, "mapping memory", f"its memory cannot be mapped ({error})") from error
-        return self._theirs[rank][number][offset : offset + count * dtype.itemsize].view(dtype)
-
-    def _unmap(self, rank: int) -> None:
-        for line in self._theirs[rank].values():
-            self._memory.unmap(line)
-        self._theirs[rank].clear()
+        try:
+            return self._theirs[rank + for_message * self.size].find(told, count, dtype)
+        except RuntimeError as error:
+            raise self._page.lose(rank, "mapping memory", f"its memory cannot be mapped ({error})") from error
 
     # Inside ----------------------------------------------------------------------------------------------
 
@@ -371,11 +353,11 @@ class CudaSharedTransport(Transport):
         if len(parts) > 1:
             blocks = [*cut_blocks(parts, _JOINED // parts[0].element_size())] or [parts[:1]]
         for block in blocks:
-            whole = _join(block)
+            whole = join_parts(block)
             mine, lines, last = self._announce(what, op, whole)
             self._write(what, partial(write, lines))
             if mine is not block[0]:
-                _put(mine, block)
+                copy_to_parts(mine, block)
             came.append(last)
         return came[0]
 
@@ -386,20 +368,29 @@ class CudaSharedTransport(Transport):
         if came[self._writer] < max(came) - _CLEARLY_S:
             self._writer = came.index(max(came))
         row = self._done(self._writer, self._writer)
-        if self.rank == self._writer:
-            page.counters.publish(row, 1)  # a rank that leaves from now on waits until I have ended
-            try:
-                if left := [r for r in page.peers if page.has_left(r)]:  # it may use its memory for something else
-                    raise page.lose(left[0], what, "it has left")
-                write()
-                self._memory.settle()
-            finally:
-                page.counters.publish(row, 0)
-        try:
+        with self._telling():
+            if self.rank == self._writer:
+                page.counters.publish(row, 1)  # a rank that leaves from now on waits until I have ended
+                try:
+                    if left := [r for r in page.peers if page.has_left(r)]:  # it may use its memory for something else
+                        raise page.lose(left[0], what, "it has left")
+                    try:
+                        write()
+                    finally:
+                        self._memory.settle()
+                finally:
+                    page.counters.publish(row, 0)
             self._end(what)
-        except BaseException as error:  # whatever happens, my memory is my own again after it
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """If this fails, the others are told, and nobody writes to my memory after it."""
+        try:
+            yield
+        except BaseException as error:
+            page = self._page
             page.give_up(error if isinstance(error, Exception) else PeerLost("interrupted"))
-            while self.rank != self._writer and page.counters[row] and not page.has_died(self._writer):
+            while any(page.counters[self._done(r, r)] and not page.has_died(r) for r in page.peers):
                 time.sleep(_LOOK_S)
             raise
 
@@ -422,19 +413,27 @@ class CudaSharedTransport(Transport):
         return self._direct.row(src, dst) + 8
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """The lines as one: the only one itself, or a copy of all."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+class _Mapped:
+    """Memory of another rank that one thread at a time reads or writes, mapped once."""
 
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.lines: dict[int, Tensor] = {}  # by the segment's number
+        self._given_back = 0  # how often the rank had, when it last said so
 
-def _put(whole: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy a line into parts of it."""
-    for part, end in zip(parts, accumulate(part.numel() for part in parts), strict=True):
-        source = whole[end - part.numel() : end]
-        if part.numel() and part.data_ptr() != source.data_ptr():
-            part.copy_(source)
+    def find(self, told: bytes, count: int, dtype: torch.dtype) -> Tensor:
+        """The line that it has described; NotShareable if it cannot be mapped."""
+        given_back, number, nbytes, offset, handle = _WHERE.unpack(told)
+        if given_back != self._given_back:
+            self.unmap()
+            self._given_back = given_back
+        if number not in self.lines:
+            self.lines[number] = self._memory.map(handle, nbytes)
+        return self.lines[number][offset : offset + count * dtype.itemsize].view(dtype)
+
+    def unmap(self) -> None:
+        while self.lines:
+            self._memory.unmap(self.lines.popitem()[1])
 
 
 def reduce_lines(lines: Sequence[Tensor], op: Op, outs: Sequence[Tensor]) -> None:

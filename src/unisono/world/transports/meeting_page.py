@@ -15,7 +15,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from zlib import crc32
 
 import torch
@@ -33,9 +34,11 @@ from unisono.world.transports import (
     Mismatch,
     Op,
     PeerLost,
+    find_group,
     tell_at_exit,
     warn_of_each_other,
 )
+from unisono.world.transports.mapped import open_published, publish
 from unisono.world.transports.neighbour_stacks import BYTES, Neighbours
 from unisono.world.transports.process_watch import ProcessWatch
 
@@ -67,8 +70,8 @@ _TO_TELL_S = 1.0  # that ranks which disagree wait for each other's calls
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3, "product": 4, "and": 5, "or": 6, "xor": 7}
 _PLAN_HEAD = struct.Struct("BBHqiq")  # operation, dtype, which collective, elements, where they lie (two numbers)
 _PLAN = b"plan"  # how an item begins: what its rank came to do
-EXTRA_LIMIT = ITEM_LIMIT - len(_PLAN) - _PLAN_HEAD.size
-_NO_PLAN = _PLAN + _PLAN_HEAD.pack(255, 0, 0, 0, -1, 0)  # of a rank that came for something else
+EXTRA_AT = len(_PLAN) + _PLAN_HEAD.size
+_NO_PLAN = (255, 0, 0, 0, -1, 0)  # of a rank that came for something else
 
 
 assert _LATE + BYTES <= _SLOTS
@@ -215,13 +218,12 @@ class MeetingPage:
     def read_arrivals(self) -> list[float]:
         """When every rank came to the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT
-        return [float(struct.unpack_from("d", self.memory, r * ROW + slot)[0]) for r in range(self.size)]
+        return [struct.unpack_from("d", self.memory, r * ROW + slot)[0] for r in range(self.size)]
 
-    def _look(self, at: int, target: int) -> bool:
-        """Look for a while whether the counter `at` has reached `target`."""
-        for i in range(self.looks):
-            if i:
-                os.sched_yield()  # other threads of this process run
+    def _look_on(self, at: int, target: int) -> bool:
+        """Look several times more whether the counter `at` has reached `target`."""
+        for _ in range(1, self.looks):
+            os.sched_yield()  # other threads of this process run
             if self.counters.spin(at, target):
                 return True
         return False
@@ -231,7 +233,9 @@ class MeetingPage:
     ) -> None:
         """Wait until the counter `at`, which `rank` advances, has reached `target`."""
         counters = self.counters
-        if not is_behind(counters[at], target) or (self.spin and self._look(at, target)):
+        if not is_behind(counters[at], target) or (
+            self.spin and (counters.spin(at, target) or self._look_on(at, target))
+        ):
             fence()
             return
         began, wait, early = time.perf_counter() - debug_pause.ended_s, None, 4
@@ -316,9 +320,8 @@ class MeetingPage:
             self._leave(how)
 
     def _leave(self, why: str) -> None:
-        text = why.encode()[: _WAITS - _REASON]
-        start = self.rank * ROW + _REASON
-        self.memory[start : start + len(text)] = text
+        room, start = _WAITS - _REASON, self.rank * ROW + _REASON
+        self.memory[start : start + room] = why.encode()[:room].ljust(room, b"\0")  # it may be said twice
 
     def _read(self, start: int, stop: int) -> str:
         return self.memory[start:stop].rstrip(b"\0").decode("utf-8", "replace")
@@ -422,6 +425,24 @@ def _show_wait(is_waiting: bool) -> None:
         page.show_wait(_program_waits)
 
 
+@contextmanager
+def open_part(
+    page: MeetingPage, groups: Sequence[Sequence[int]], exchange: Callable[[bytes], Sequence[bytes]]
+) -> Iterator[tuple[int, int, list[int]]]:
+    """A new page for my group of the ranks of `page`: its descriptor, my rank there, and every rank's process."""
+    mine = find_group(groups, page.rank, page.size)
+    fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if mine[0] == page.rank else -1
+    try:
+        addresses = exchange(publish(fd).encode() if fd >= 0 else b"")
+        if fd < 0:
+            fd = open_published(addresses[mine[0]].decode())
+        page.meet()  # all have opened before the maker may close
+        yield fd, mine.index(page.rank), [page.pids[r] for r in mine]
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
 def meet_with_plan(
     page: MeetingPage,
     what: str,
@@ -432,17 +453,17 @@ def meet_with_plan(
     *,
     same: bool = True,
     extra: bytes = b"",
-) -> tuple[list[tuple[int, ...]], list[bytes], float]:
+) -> tuple[list[tuple[int, ...]], float]:
     """Meet, and compare what each rank is about to do. `same`: with as many elements on each; `extra`: what else the
-    others are told.
+    others are told, in their items from `EXTRA_AT` on.
 
-    Returns every rank's (operation, dtype, collective, elements, place), what else it told, and when the last came.
+    Returns every rank's (operation, dtype, collective, elements, place), and when the last came.
     """
     kind = crc32(what.encode()) & 0xFFFF
     page.arrive(_PLAN + _PLAN_HEAD.pack(OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place) + extra)
     last = page.await_all(what)
-    items = [item if item.startswith(_PLAN) else _NO_PLAN for item in page.read_items()]
-    heads = [_PLAN_HEAD.unpack_from(item, len(_PLAN)) for item in items]
+    items, start = page.read_items(), len(_PLAN)
+    heads = [_PLAN_HEAD.unpack_from(item, start) if item.startswith(_PLAN) else _NO_PLAN for item in items]
     keep = 4 if same else 3
     numbers = page.read_sequences()
     if any(head[:keep] != heads[0][:keep] for head in heads) or len(set(numbers)) > 1:
@@ -456,7 +477,7 @@ def meet_with_plan(
         calls = page.exchange_descriptions(page.signature)
         raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each), calls=calls)
     check_signatures(page, what)
-    return heads, [item[len(_PLAN) + _PLAN_HEAD.size :] for item in items], last
+    return heads, last
 
 
 def check_signatures(page: MeetingPage, what: str) -> None:

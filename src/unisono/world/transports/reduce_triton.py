@@ -11,10 +11,11 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from unisono.methods.kernels.launch_triton import launch
+
 _BLOCK, _WARPS = 4096, 8
 _MOST_TABLES = 1024
 _tables: dict[tuple[Any, ...], Tensor] = {}
-_compiled: dict[Any, Any] = {}
 
 
 def reduce_to_all(lines: Sequence[Tensor], outs: Sequence[Tensor], *, mean: bool) -> None:
@@ -28,13 +29,7 @@ def reduce_to_all(lines: Sequence[Tensor], outs: Sequence[Tensor], *, mean: bool
             _tables.clear()
         table = _tables[which] = torch.tensor(places, dtype=torch.int64).to(like.device)
     constants = (len(lines), len(outs), 1.0 / len(lines) if mean else 1.0, _BLOCK)
-    key = (like.device, like.dtype, n.bit_length() > 31, table.data_ptr() % 16, *constants)
-    programs = triton.cdiv(n, _BLOCK)
-    found = _compiled.get(key)
-    if found is not None:  # without Triton's own look-up, which takes longer than small kernels do
-        found[(programs, 1, 1)](table, like, n, *constants)
-        return
-    _compiled[key] = _reduce[(programs,)](table, like, n, *constants, num_warps=_WARPS)
+    launch(_reduce, triton.cdiv(n, _BLOCK), (table, like), *constants, numbers=(n,), warps=_WARPS)
 
 
 # fmt: off

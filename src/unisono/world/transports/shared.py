@@ -28,18 +28,17 @@ from unisono.world.transports import (
     Mismatch,
     Op,
     Transport,
-    find_group,
     gather_bytes,
 )
 from unisono.world.transports.arithmetic import SpareCores, combine, cut_share, cut_tiles
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
-from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, allow_reading, open_published, publish
+from unisono.world.transports.mapped import PEER_MEMORY, MappedMemory, allow_reading
 from unisono.world.transports.meeting_page import (
     ITEM_LIMIT,
-    PAGE_NAME,
     MeetingPage,
     check_signatures,
     meet_with_plan,
+    open_part,
 )
 from unisono.world.transports.sent_sizes import WEIGHTS, describe_uneven, weigh_sizes
 from unisono.world.transports.small_all_reduce import SmallAllReduce
@@ -124,7 +123,7 @@ class SharedTransport(Transport):
             place = (-1 - len(parts), table.data_ptr())
         if place == _PRIVATE:
             return self._pass_over_stage(parts, op)
-        heads, last = self._begin("all_reduce", op, dtype, total, place)
+        heads, last = meet_with_plan(self._page, "all_reduce", op, dtype, total, place)
         if table is not None and all(head[4] < -1 for head in heads):
             self._peers.all_reduce(parts, self._peers.find_all(heads), op)
         elif table is None and all(head[4:] == heads[0][4:] for head in heads):
@@ -147,7 +146,7 @@ class SharedTransport(Transport):
         if last is not None:
             self._page.meet(what="all_reduce")
         else:
-            heads, last = self._begin("all_reduce", op, dtype, total, _PRIVATE)
+            heads, last = meet_with_plan(self._page, "all_reduce", op, dtype, total, _PRIVATE)
             if any(tuple(head[4:]) != _PRIVATE for head in heads):
                 self._page.meet(what="all_reduce")
         for i, block in enumerate(blocks):
@@ -164,7 +163,7 @@ class SharedTransport(Transport):
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         parts = x.split(list(counts))
         what = f"reduce_scatter of {list(counts)}"
-        heads, last = self._begin(what, op, x.dtype, x.numel(), self._locate(x))
+        heads, last = meet_with_plan(self._page, what, op, x.dtype, x.numel(), self._locate(x))
         if heads[0][4] >= 0 and all(head[4:] == heads[0][4:] for head in heads):
             memory = self._find_mapped(heads[0][4])
             offset = heads[0][5] + sum(counts[: self.rank]) * x.element_size()
@@ -183,7 +182,7 @@ class SharedTransport(Transport):
             return super().reduce_scatter_parts(parts, counts, op, out)
         table = list_pieces(parts)
         what = f"reduce_scatter of parts {list(counts)}"
-        heads, last = self._begin(what, op, out.dtype, total, (-1 - len(parts), table.data_ptr()))
+        heads, last = meet_with_plan(self._page, what, op, out.dtype, total, (-1 - len(parts), table.data_ptr()))
         self._peers.reduce_part(parts, self._peers.find_all(heads), sum(counts[: self.rank]), op, out)
         return last
 
@@ -191,7 +190,7 @@ class SharedTransport(Transport):
         longest = max(p.numel() for p in parts)
         sizes = [part.numel() for part in parts], [out.numel() for out in outs]
         place = (-1, weigh_sizes(self.rank, *sizes))
-        heads, last = self._begin("all_to_all", "sum", parts[0].dtype, longest, place, same=False)
+        heads, last = meet_with_plan(self._page, "all_to_all", "sum", parts[0].dtype, longest, place, same=False)
         if sum(head[5] for head in heads) % WEIGHTS:
             every = [json.loads(one) for one in self.exchange(json.dumps(sizes).encode())]
             raise Mismatch(describe_uneven(every), calls=self._page.exchange_descriptions(self.signature))
@@ -202,7 +201,7 @@ class SharedTransport(Transport):
         place, table = self._locate(x), list_pieces([x])  # others read it, as long as this runs
         if place == _PRIVATE and self.reads_peers:
             place = (-2, table.data_ptr())
-        heads, last = self._begin("all_gather", "sum", x.dtype, x.numel(), place, same=False)
+        heads, last = meet_with_plan(self._page, "all_gather", "sum", x.dtype, x.numel(), place, same=False)
         if any(out.numel() != head[3] for out, head in zip(outs, heads, strict=True)):
             each = ", ".join(f"rank {r} has {head[3]}" for r, head in enumerate(heads))
             raise Mismatch(f"all_gather: the ranks have sizes that were not expected ({each}): are they even?")
@@ -227,7 +226,7 @@ class SharedTransport(Transport):
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
         total = sum(p.numel() for p in parts)
-        _, last = self._begin(f"broadcast from {src}", "sum", parts[0].dtype, total, (-1, src))
+        _, last = meet_with_plan(self._page, f"broadcast from {src}", "sum", parts[0].dtype, total, (-1, src))
         stage = Stage(self._stage.ranks, self.rank, parts[0].dtype)
         for block in cut_blocks(parts, stage.elements):
             if self.rank == src:
@@ -270,23 +269,16 @@ class SharedTransport(Transport):
     # Groups and memory -----------------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = find_group(groups, self.rank, self.size)
-        fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if mine[0] == self.rank else -1
-        addresses = self.exchange(publish(fd).encode() if fd >= 0 else b"")
-        if fd < 0:
-            fd = open_published(addresses[mine[0]].decode())
-        try:
-            self._page.meet()  # all have opened before the maker may close
+        with open_part(self._page, groups, self.exchange) as (fd, rank, pids):
             return SharedTransport(
                 fd,
-                mine.index(self.rank),
-                len(mine),
+                rank,
+                len(pids),
                 timeout_s=self.timeout_s,
+                pids=pids,
                 check=self._check,
                 reads_peers=self.reads_peers,
             )
-        finally:
-            os.close(fd)
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
         memory = self._map(n * dtype.itemsize, huge=True)
@@ -338,13 +330,6 @@ class SharedTransport(Transport):
 
     def _find_mapped(self, number: int) -> MappedMemory:
         return next(memory for n, memory in self._mapped.values() if n == number)
-
-    def _begin(
-        self, what: str, op: Op, dtype: torch.dtype, count: int, place: tuple[int, int], *, same: bool = True
-    ) -> tuple[list[tuple[int, ...]], float]:
-        """Meet, and compare what each rank is about to do."""
-        heads, _, last = meet_with_plan(self._page, what, op, dtype, count, place, same=same)
-        return heads, last
 
     def _check_small(self, rank: int) -> None:
         """Called for a rank that does not come: Mismatch if it has posted this collective as a small one."""

@@ -38,6 +38,7 @@ from unisono.world.transports.mailbox import Key, Mailbox
 from unisono.world.transports.rings import IN_RINGS, Rings, cut_evenly
 from unisono.world.transports.signs import ALIGNED, Sign, make_sign, open_message
 from unisono.world.transports.socket_links import Links, meet, meet_again
+from unisono.world.transports.stage import copy_to_parts, join_parts
 from unisono.world.transports.streams import LinkLost, Patience
 
 if TYPE_CHECKING:
@@ -125,14 +126,14 @@ class SocketTransport(Transport):
         nbytes, dtype = count_bytes(parts), parts[0].dtype
         sign = self._sign(f"all_reduce {op} of {sum(p.numel() for p in parts)} x {dtype}")
         if goes_at_once(nbytes):
-            x = _join(parts)
+            x = join_parts(parts)
             key = self._send_to_all(sign, as_bytes(x))
             self._combine_all(sign, self._take(self._others, key), op, x)
-            _copy_parts(x, parts)
+            copy_to_parts(x, parts)
         elif nbytes <= SMALL or dtype not in IN_RINGS:
-            x = _join(parts)
+            x = join_parts(parts)
             self._reduce_in_parts(x, op, sign)
-            _copy_parts(x, parts)
+            copy_to_parts(x, parts)
         else:
             self._agree(sign, self._rings.all_reduce(parts, op))
         return UNKNOWN
@@ -480,18 +481,6 @@ def _run_together(flows: Sequence[Flow | Copy], patience: Patience) -> None:
     """Run flows in one thread: one after the other, as each has its own peers and their memory holds what comes."""
     for flow in flows:
         flow.run(patience)
-
-
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([p.view(torch.uint8) for p in parts]).view(parts[0].dtype)
-
-
-def _copy_parts(x: Tensor, parts: Sequence[Tensor]) -> None:
-    if len(parts) > 1:
-        for part, done in zip(parts, x.split([p.numel() for p in parts]), strict=True):
-            part.copy_(done)
 
 
 def _as_tensor(data: bytearray | memoryview, dtype: torch.dtype) -> Tensor:

@@ -80,3 +80,17 @@ def cut_blocks(parts: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
                 block, left = [], room
     if block:
         yield block
+
+
+def join_parts(parts: Sequence[Tensor]) -> Tensor:
+    """The parts as one line: the only one itself, or a copy of all."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def copy_to_parts(line: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write what `join_parts` gave, as it is now, into the parts."""
+    for part, source in zip(parts, line.split([part.numel() for part in parts]), strict=True):
+        if part.data_ptr() != source.data_ptr():
+            part.copy_(source)

@@ -1,5 +1,5 @@
-"""A world of one on a GPU, where gradients are seen to once a pass: it trains as plain PyTorch, and a method that changes
-gradients as on the CPU. Most of it is Python's, and runs on the CPU too."""
+"""A world of one on a GPU, where gradients are seen to once a pass: it trains as plain PyTorch, and as on the CPU. Most of
+that is Python, and is tried on the CPU too."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from unisono.methods.kernels.graphs import Graphs
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-WHOLE = (
-    "dense",
-    "topk(k=1.0)",
-    "powersgd(rank=16, min_saving=1.0)",
-    "masked(topk(k=1.0), min_size=10)",
-)  # lose nothing
+WHOLE = ("dense", "topk(k=1.0)", "powersgd(rank=16, min_saving=1.0)", "masked(topk(k=1.0), min_size=10)")
 SPECS = (
     "dense",
     "bf16",
@@ -148,6 +143,7 @@ def train(program: Callable[..., None], spec: str, device: str) -> tuple[list[Te
 def test_what_loses_nothing_trains_as_plain_pytorch(
     program: Callable[..., None], spec: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Reducers that send all there is."""
     right, steps = train(program, "", "cpu")[0], train(program, spec, "cpu")[1]
     if device == "cpu":  # what looks at a parameter takes the GPU's way
         monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)

@@ -1,5 +1,5 @@
-"""A world of one on a GPU, where gradients are seen to once a pass: it trains as plain PyTorch, and as on the CPU. Most of
-that is Python, and is tried on the CPU too."""
+"""A world of one on a GPU, where gradients are seen to once a pass: it trains as plain PyTorch, and as on the CPU. Most
+of that is Python, and is tried on the CPU too."""
 
 from __future__ import annotations
 

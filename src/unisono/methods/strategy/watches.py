@@ -1,6 +1,6 @@
 """What a replica watches beside its training: faults on purpose that are due (`FaultWatch`), parameters that came after
-`un.parallel` (`LateParameters`), and those that have become different between ranks (`ParameterWatch`). For the last the
-ranks compare sums of some bits every few steps.
+`un.parallel` (`LateParameters`), and those that have become different between ranks (`ParameterWatch`). For the last
+the ranks compare sums of some bits every few steps.
 
 A check takes a part of all parameters, the next one the part after it: a bit that differs anywhere is found once all of
 them had their turn, after `rounds` checks at the latest. The sums of all ranks are equal just when their largest and

@@ -6,8 +6,8 @@
     python tests/gpu.py --again            those that failed or took too long too
 
 A piece counts for the files that it was run with (src, tests, benchmarks): after a change of one all are left again. A
-piece that the end of the time cuts is left. One that had 8 minutes and twice what it is thought to take, or as the first
-of a call all of the time, and needed more, counts as failed. Each benchmark's line is appended to
+piece that the end of the time cuts is left. One that had 8 minutes and twice what it is thought to take, or as the
+first of a call all of the time, and needed more, counts as failed. Each benchmark's line is appended to
 benchmarks/results/gpu.jsonl with its date and versions, and one for the tests when the last of them has been run. Lines
 stay in the state too, so that none is lost where the next call begins with another copy of the results.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import math
+import traceback
+from typing import Any
 
 import pytest
 import torch
@@ -82,19 +84,24 @@ def train(spec: str, world: World, *, compiled: bool) -> list[Tensor]:
     return weights
 
 
-def compare(specs: list[str], device: str = "cuda:0") -> dict[str, float]:
-    """Under each strategy, how far the compiled model is from the other in the end; NaN where that is not finite."""
+def compare(specs: list[str], device: str = "cuda:0") -> dict[str, Any]:
+    """Under each strategy, how far the compiled model is from the other in the end, NaN where that is not finite; or
+    what went wrong, which ends it: tests of further ones do not wait for a launch each."""
     torch._dynamo.config.cache_size_limit = 1000  # hooks differ from method to method
-    world, found = un.join(device=device), {}
+    world, found = un.join(device=device), dict.fromkeys(specs, "one before it went wrong")
     for spec in specs:
-        plain, compiled = (train(spec, world, compiled=how) for how in (False, True))
+        try:
+            plain, compiled = (train(spec, world, compiled=how) for how in (False, True))
+        except Exception:
+            found[spec] = traceback.format_exc()
+            break
         found[spec] = max(float((a - b).abs().max()) for a, b in zip(plain, compiled, strict=True))
     found["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return found
 
 
 @functools.cache
-def found_by(workers: int) -> list[dict[str, float]]:
+def found_by(workers: int) -> list[dict[str, Any]]:
     """All strategies in one launch, so that most of what inductor does is done once."""
     return un.launch(compare, workers=workers, args=(SPECS,))
 
@@ -105,6 +112,7 @@ def found_by(workers: int) -> list[dict[str, float]]:
 def test_a_compiled_model_trains_as_the_same_uncompiled(spec: str, workers: int) -> None:
     depends_on_time = spec in CASES and (CASES[spec].example.varies or CASES[spec].example.by_clock)
     for found in found_by(workers):
+        assert not isinstance(found[spec], str), found[spec]
         assert found["graphs"] > 0
         assert math.isfinite(found[spec])
         assert depends_on_time or found[spec] < 1e-7

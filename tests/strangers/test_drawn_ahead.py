@@ -134,6 +134,10 @@ def two_batches_a_step(batches: Iterable[Batch], model: nn.Module, optimizer: to
             optimizer.zero_grad()
 
 
+def last_first(batches: Iterable[Batch], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    plain(reversed(list(batches)), model, optimizer)
+
+
 PROGRAMS: dict[str, Program] = {
     "one ahead": prefetching(one_ahead),
     "all ahead": prefetching(all_ahead),
@@ -418,6 +422,44 @@ def test_a_model_has_them_from_when_parts_are_uneven() -> None:
         assert not any(model._forward_pre_hooks or model._forward_hooks for model in models)
 
     run_threads(work, 2)
+
+
+class Own(nn.Module):
+    """What torch.compile makes of it calls hooks beside the compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_batches_of_a_compiled_model_are_followed(fullgraph: bool) -> None:
+    def make(world: World) -> nn.Module:
+        model = Own()
+        model.compile(backend="eager", fullgraph=fullgraph)
+        return model
+
+    assert furthest(on_ranks(last_first, "allreduce", make=make), in_one_process(last_first, model=Own())) < 1e-12
+
+
+def test_a_hook_of_the_program_that_copies_batches_hides_none() -> None:
+    """Rank 0 has two samples of four, and then two of three."""
+
+    def work(world: World) -> list[Tensor]:
+        model = mlp()
+        optimizer = sgd(model)
+        replica = un.parallel(model, optimizer, world=world)
+        model.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
+        last_first(un.shard((SAMPLES[:7], TARGETS[:7]), 4, shuffle=False, world=world), model, optimizer)
+        replica.close()
+        return values(model)
+
+    alone = mlp()
+    plain([(SAMPLES[4:7], TARGETS[4:7]), (SAMPLES[:4], TARGETS[:4])], alone, sgd(alone))
+    assert furthest(run_threads(work, 2)[0], values(alone)) < 1e-12
 
 
 def test_a_model_may_be_compiled_as_one_graph_copied_and_saved(tmp_path: Any) -> None:

@@ -101,6 +101,13 @@ def test_a_piece_that_the_end_of_the_time_cuts_is_left(tree: Path, monkeypatch: 
     assert [r["status"] for r in call(tree)[1]] == ["passed", "too long"], "the first of the next call"
 
 
+def test_a_piece_that_hangs_leaves_the_others_their_time(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(tree, monkeypatch, good=LINE, endless=WAIT, other=LINE)
+    monkeypatch.setattr(gpu, "BENCHMARKS", {"good.py": 1.0, "endless.py": 0.0, "other.py": 1.0})
+    monkeypatch.setattr(gpu, "MINUTES", 0.005)
+    assert [r["status"] for r in call(tree, "--minutes", "30")[1]] == ["passed", "too long", "passed"]
+
+
 def test_what_cannot_end_in_time_is_not_begun(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add(tree, monkeypatch, one=LINE, long=WAIT, two=LINE)
     monkeypatch.setattr(gpu, "BENCHMARKS", {"one.py": 9.0, "long.py": 9.0, "two.py": 0.0})

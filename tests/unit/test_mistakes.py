@@ -212,6 +212,25 @@ def test_an_optimizer_made_anew_is_noticed_once(strategy: str) -> None:
     train(model, anew, torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "shared", "local_sgd"])
+def test_parameters_that_come_after_parallel_are_refused_by_name(strategy: str) -> None:
+    """Those that were in the model before may come to the optimizer later, as a program thaws them."""
+
+    def work(world: un.World) -> None:
+        model, _ = make_model()
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index]
+        replica = un.parallel(model, optimizer, strategy, world=world)
+        optimizer.add_param_group({"params": model[0].parameters()})  # type: ignore[index]
+        train(model, optimizer, torch.full((2, 4), 1.0 + world.rank))
+        model.append(nn.Linear(3, 3))  # type: ignore[operator]
+        optimizer.add_param_group({"params": model[3].parameters()})  # type: ignore[index]
+        with pytest.raises(ValueError, match=r"parameter 3\.weight \(2 in all\) came .* after un\.parallel"):
+            train(model, optimizer, torch.full((2, 4), 1.0 + world.rank))
+        replica.close()
+
+    un.run_threads(work, 2)
+
+
 class Ahead(torch.optim.Optimizer):
     """Steps another optimizer, as Lookahead does."""
 

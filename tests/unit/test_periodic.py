@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
+import unisono as un
 from unisono.methods.strategy import PeriodicReplica, Strategy
 from unisono.world import World
 from unisono.world.virtual import run_threads
@@ -192,22 +193,53 @@ def test_a_scaler_is_left_as_it_was_once_nobody_watches_it() -> None:
 class Beginner(Recorder):
     """Does a little with tensors before a forward, and makes a lock, as methods do."""
 
+    def begin(self) -> None:
+        """There is something to do."""
+
     def begin_window(self) -> None:
         super().begin_window()
         with threading.Lock():
             torch.zeros(2).add_(1)
 
 
-def test_a_compiled_model_stays_one_graph() -> None:
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_model_stays_one_graph(fullgraph: bool) -> None:
     """What runs before its forward is not compiled with it."""
-    model = nn.Linear(3, 1)
+    model = Own()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = Beginner(model, optimizer, World())
     graphs = CompileCounter()
-    compiled = torch.compile(model, backend=graphs)
+    compiled = torch.compile(model, backend=graphs, fullgraph=fullgraph)
     for _ in range(3):
         compiled(torch.ones(2, 3)).sum().backward()
         optimizer.step()
     replica.sync()
     assert (graphs.frame_count, graphs.op_count) == (1, 1)
     assert replica.seen == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("spec", "trains"), [("local_sgd(every=2)", True), ("diloco(every=2)", False)])
+def test_what_calls_the_model_may_be_compiled_as_one_graph(spec: str, trains: bool) -> None:
+    """Where nothing is to be done before a forward: in training, where a method does not look at what was written."""
+    model = nn.Linear(3, 1)
+    replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), spec, world=World())
+    graphs = CompileCounter()
+    compiled = torch.compile(lambda x: 2 * model(x), backend=graphs, fullgraph=True)
+    for _ in range(3):
+        with torch.set_grad_enabled(trains):
+            loss = compiled(torch.ones(2, 3)).sum()
+        if trains:
+            loss.backward()
+            replica.optimizer.step()
+    assert graphs.frame_count == 1
+    assert replica.step == (3 if trains else 0)
+    replica.close()

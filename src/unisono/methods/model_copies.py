@@ -48,15 +48,20 @@ def _reduce_others(hooks: weakref.ref[OrderedDict[int, Any]], protocol: object) 
     return OrderedDict, (), None, None, iter(others)
 
 
-def hide_from_compiler(*functions: Any) -> None:
-    """Have torch.compile leave these functions alone, and what they call. (`torch.compiler.disable` does that too, but
-    loads the compiler for it: seconds, also of programs that compile nothing.)"""
+def hide_from_compiler(*functions: Any, inlined: bool = True) -> None:
+    """Have torch.compile leave these functions alone, and what they call; also where what calls them is compiled, if
+    `inlined`. (`torch.compiler.disable` does that too, but loads the compiler for it: seconds, also of programs that
+    compile nothing.)"""
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         for function in functions:
-            function._torchdynamo_disable = True
+            if inlined:
+                function._torchdynamo_disable = True
             frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+hide_from_compiler(_OwnHook.__call__, inlined=False)  # a hook of a model that is compiled itself is called beside it
 
 
 def copy_model(model: nn.Module) -> nn.Module:

@@ -107,9 +107,9 @@ class BatchWeights:
 
     @is_needed.setter
     def is_needed(self, value: bool) -> None:
-        self._is_needed = value
-        if value:
-            for calls in list(self._calls):
+        with self._lock:
+            self._is_needed = value
+            for calls in self._calls if value else ():
                 calls.put_on()
 
     def about(self, shard: str) -> Any:
@@ -185,9 +185,10 @@ class BatchWeights:
     def watch(self, calls: CallHooks) -> None:
         """Called when a model is bound, in the thread that will call it."""
         self._thread = threading.get_ident()
-        self._calls.add(calls)
-        if self.is_needed:
-            calls.put_on()
+        with self._lock:
+            self._calls.add(calls)
+            if self.is_needed:
+                calls.put_on()
 
     def begin_call(self, inputs: Any, *, is_whole: bool) -> None:
         """Find the batch that the model (without `is_whole`: a module in it) is called with."""
@@ -372,7 +373,8 @@ class _CallHook:
         self._owner, self._is_whole = owner, is_whole
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *outputs: Any) -> None:
-        if torch.compiler.is_compiling():  # compiled as part of the model, which must stay one graph
+        # compiled with what calls the model, which must stay one graph; `is_compiling` is true for other threads too
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return
         owner = self._owner()
         if owner is None or not owner.world.batch_weights.is_needed or in_background():
@@ -398,7 +400,8 @@ class CallHooks:
         modules, self._modules = self._modules, []
         for module in modules:
             for register in (module.register_forward_pre_hook, module.register_forward_hook):
-                self._handles.append(add_hook(register, self._hook, with_kwargs=True))
+                # first: a hook of the program's may copy what the model is called with
+                self._handles.append(add_hook(register, self._hook, with_kwargs=True, prepend=True))
 
     def follow(self, world: Any) -> None:
         """The owner is in another world."""

@@ -100,6 +100,11 @@ class Windows:
         """Count a backward pass that has not been counted yet."""
 
     @property
+    def is_behind(self) -> bool:
+        """Whether there is one."""
+        return False
+
+    @property
     def is_local(self) -> bool:
         """Whether the program is inside `no_sync`."""
         return self._local
@@ -185,6 +190,10 @@ class Counter(Windows):
     def after_step(self) -> None:
         super().after_step()
         self._count_due()
+
+    @property
+    def is_behind(self) -> bool:
+        return self._due or self._noted
 
     def catch_up(self) -> None:
         self._count_due()

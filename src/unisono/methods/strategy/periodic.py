@@ -103,6 +103,12 @@ class PeriodicReplica(Replica):
         program's."""
         return self.weight_average is not None and self.weight_average.is_applied
 
+    @property
+    def awaits_forward(self) -> bool:
+        """Whether `begin_window` has anything to do."""
+        begins = type(self).begin is not PeriodicReplica.begin
+        return begins or self.follows_writes or self._unmet > 0 or self.windows.is_behind
+
     def begin_window(self) -> None:
         """Before a forward of training."""
         if self._shows_average:
@@ -331,13 +337,17 @@ class PeriodicReplica(Replica):
 
 def _before_forward(replica: weakref.ref[PeriodicReplica], model: nn.Module, _: Any) -> None:
     """Of training: one that evaluates may come between backward and the optimizer's step, and must exchange nothing. A
-    model that is trained in eval mode meets with its next step."""
+    model that is trained in eval mode meets with its next step. Compiled with what calls the model, if that is."""
     alive = replica()
-    if alive is not None and model.training and torch.is_grad_enabled():
-        alive.world.run_tolerating_loss(alive.begin_window)
+    if alive is not None and model.training and torch.is_grad_enabled() and alive.awaits_forward:
+        _begin_window(alive)
 
 
-hide_from_compiler(_before_forward)
+def _begin_window(replica: PeriodicReplica) -> None:
+    replica.world.run_tolerating_loss(replica.begin_window)
+
+
+hide_from_compiler(_begin_window)
 
 
 @torch.no_grad()

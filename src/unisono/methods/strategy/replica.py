@@ -28,7 +28,7 @@ from unisono.methods.joined_optimizers import members_of
 from unisono.methods.strategy.averages import AveragedValues
 from unisono.methods.strategy.change import Change
 from unisono.methods.strategy.sharing import Buffers, has_buffers, share, share_buffers
-from unisono.methods.strategy.watches import FaultWatch, ParameterWatch
+from unisono.methods.strategy.watches import FaultWatch, LateParameters, ParameterWatch
 from unisono.training.batch_norm import move_batch_norm, watch_batch_norms
 from unisono.training.checkpoint import ModelPart, wait_saved
 from unisono.world import World
@@ -114,6 +114,8 @@ class Replica:
         self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
         self._faults = FaultWatch.find(model, world)  # None: no fault script asks for any
         self._parameter_watch = ParameterWatch.find() if self.same_parameters else None
+        splits = type(self).sharded_state is not Replica.sharded_state  # and puts others in their place
+        self._late_parameters = None if splits else LateParameters(model, optimizer)
         self.healing: Healing | None = None  # where ranks come and go
         self.weight_average: Average | None = None  # see `un.average`
         self.outliers: Outliers | None = None  # steps that one rank alone would spoil are skipped
@@ -139,6 +141,8 @@ class Replica:
     def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.weight_average is not None:
             self.weight_average.refuse_step()
+        if self._late_parameters is not None and self.world.size > 1:
+            self._late_parameters.refuse()
         closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
         self.stepping = optimizer
         if self.healing is None or closure is not None:

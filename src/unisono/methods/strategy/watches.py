@@ -1,5 +1,6 @@
-"""What a replica watches beside its training: faults on purpose that are due (`FaultWatch`), and parameters that have
-become different between ranks (`ParameterWatch`). For these the ranks compare sums of some bits every few steps.
+"""What a replica watches beside its training: faults on purpose that are due (`FaultWatch`), parameters that came after
+`un.parallel` (`LateParameters`), and those that have become different between ranks (`ParameterWatch`). For the last
+the ranks compare sums of some bits every few steps.
 
 A check takes a part of all parameters, the next one the part after it: a bit that differs anywhere is found once all of
 them had their turn, after `rounds` checks at the latest. The sums of all ranks are equal just when their largest and
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unisono.background import Handle
 from unisono.launchers.runtime import faults
@@ -247,6 +249,33 @@ def _find_odd(sums: Sequence[int]) -> list[int]:
 
 
 _channels: weakref.WeakKeyDictionary[World, tuple[str, World]] = weakref.WeakKeyDictionary()
+
+
+class LateParameters:
+    """Parameters that model and optimizer got after `un.parallel`: no method exchanges them."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._known = {id(p): weakref.ref(p) for p in model.parameters()}
+        self._count = self._count_params()
+
+    def _count_params(self) -> int:
+        return sum(len(group["params"]) for group in self._optimizer.param_groups)
+
+    def refuse(self) -> None:
+        """Called before a step, so without a line of Python for each parameter while there are as many."""
+        if self._count_params() == self._count:
+            return
+        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        known = {key for key, ref in self._known.items() if ref() is not None}
+        late = [name for name, p in self._model.named_parameters() if id(p) in stepped - known]
+        if late:
+            raise ValueError(
+                f"parameter {late[0]} ({len(late)} in all) came to the model and its optimizer after un.parallel, and "
+                "its gradients are not exchanged: ranks would train apart. Add parameters before, or call close() on "
+                "the replica and un.parallel again"
+            )
+        self._count = self._count_params()
 
 
 class FaultWatch:

@@ -1,9 +1,12 @@
-"""A world of one on a GPU, where gradients are seen to once a pass: it trains as the same program on the CPU."""
+"""A world of one on a GPU, where gradients are seen to once a pass: it trains as plain PyTorch, and as on the CPU. Most
+of that is Python, and is tried on the CPU too."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +16,9 @@ from torch import Tensor, nn
 import unisono as un
 from unisono.methods.kernels.graphs import Graphs
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+WHOLE = ("dense", "topk(k=1.0)", "powersgd(rank=16, min_saving=1.0)", "masked(topk(k=1.0), min_size=10)")
 SPECS = (
     "dense",
     "bf16",
@@ -115,10 +119,14 @@ PROGRAMS = (plain, clipped, accumulated, partly, kept, failed, overflowed)
 
 
 def train(program: Callable[..., None], spec: str, device: str) -> tuple[list[Tensor], int]:
+    """Parameters and steps in the end; `spec`: "" is plain PyTorch."""
     torch.manual_seed(0)
     net = Net().double().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    replica = un.parallel(net, optimizer, f"allreduce(reducer={spec})", world=un.World(device=torch.device(device)))
+    replica: Any = SimpleNamespace(no_sync=nullcontext, watch=str, shared_state=str, step=0)
+    if spec:
+        world = un.World(device=torch.device(device))
+        replica = un.parallel(net, optimizer, f"allreduce(reducer={spec})", world=world)
 
     def backward(seed: int, *, short: bool = False, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -129,6 +137,23 @@ def train(program: Callable[..., None], spec: str, device: str) -> tuple[list[Te
     return [p.detach().cpu() for p in net.parameters()], replica.step
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=needs_cuda)])
+@pytest.mark.parametrize("spec", WHOLE)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_loses_nothing_trains_as_plain_pytorch(
+    program: Callable[..., None], spec: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reducers that send all there is."""
+    right, steps = train(program, "", "cpu")[0], train(program, spec, "cpu")[1]
+    if device == "cpu":  # what looks at a parameter takes the GPU's way
+        monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    found = train(program, spec, device)
+    assert found[1] == steps
+    for mine, theirs in zip(found[0], right, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+
+
+@needs_cuda
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_world_of_one_trains_as_on_the_cpu(program: Callable[..., None], spec: str) -> None:
@@ -138,6 +163,7 @@ def test_a_world_of_one_trains_as_on_the_cpu(program: Callable[..., None], spec:
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
 
 
+@needs_cuda
 def test_a_graph_that_is_freed_while_another_is_recorded() -> None:
     """The collector does not run meanwhile: CUDA would refuse the recording."""
     x, thresholds = torch.zeros(4, device="cuda:0"), gc.get_threshold()

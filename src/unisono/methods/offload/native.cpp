@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -189,13 +190,20 @@ struct Pool {
 
 extern "C" {
 
-void *pool_open(int count) {
-    Pool *pool = new Pool;
-    for (int i = 0; i < count; i++) pool->threads.emplace_back([pool] { pool->loop(); });
-    return pool;
+void *pool_open(int count) try {  // null: no thread can be started
+    std::unique_ptr<Pool> pool(new Pool);
+    pool->threads.reserve(count);
+    try {
+        for (int i = 0; i < count; i++) pool->threads.emplace_back([given = pool.get()] { given->loop(); });
+    } catch (...) {  // fewer will do
+        if (pool->threads.empty()) throw;
+    }
+    return pool.release();
+} catch (...) {
+    return nullptr;
 }
 
-void pool_close(void *given) {
+void pool_close(void *given) {  // its few bytes stay: somebody may wait for a job, or come too late with one
     Pool *pool = static_cast<Pool *>(given);
     {
         std::lock_guard<std::mutex> lock(pool->mutex);
@@ -203,12 +211,11 @@ void pool_close(void *given) {
     }
     pool->work.notify_all();
     for (auto &thread : pool->threads) thread.join();
-    delete pool;
 }
 
-void *job_start(void *given, const Args *args) {
+void *job_start(void *given, const Args *args) try {  // null: the pool is closed, or there is no memory
     Pool *pool = static_cast<Pool *>(given);
-    Job *job = new Job{*args, {}};
+    std::unique_ptr<Job> job(new Job{*args, {}});
     for (int64_t k = 0; k < args->span_count; k++) {
         const int64_t start = args->spans[2 * k], stop = args->spans[2 * k + 1];
         const int64_t rest = stop - (stop - start) % args->width;
@@ -220,13 +227,14 @@ void *job_start(void *given, const Args *args) {
     }
     job->left = job->tiles.size();
     if (job->left) {
-        {
-            std::lock_guard<std::mutex> lock(pool->mutex);
-            pool->jobs.push_back(job);
-        }
-        pool->work.notify_all();
+        std::lock_guard<std::mutex> lock(pool->mutex);
+        if (pool->closing) return nullptr;
+        pool->jobs.push_back(job.get());
     }
-    return job;
+    pool->work.notify_all();
+    return job.release();
+} catch (...) {
+    return nullptr;
 }
 
 void job_wait(void *given, void *one) {

@@ -80,8 +80,8 @@ LIMITS = {
     # More than allreduce: periodic.py, which methods of your own build on, _anchored.py, _fragments.py
     "local_sgd(every=1, start=0)": 15,
     # optimizer_shards.py: in the step the optimizer's groups hold the shards; buckets.py has the one flat layout
-    # offloads.py: several optimizers may step off the device; native.py: the compiled step; small_all_reduce.py: sums of
-    # few numbers
+    # offloads.py: several optimizers may step off the device; native.py: the compiled step; small_all_reduce.py: sums
+    # of few numbers
     "zero(stage=3, optimizer_on=cpu)": 25,
 }
 

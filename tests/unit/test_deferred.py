@@ -546,7 +546,7 @@ def test_what_a_program_writes_is_not_overwritten_by_what_was_put_off(how: str, 
         for first, given in zip((0, 8), wanted, strict=True):
             train(model, optimizer, range(first, first + 8), world.rank)
             if first:
-                replica.write(lambda: [p.data.copy_(given[name]) for name, p in model.named_parameters()])
+                replica.write(lambda: [p.data.copy_(wanted[1][name]) for name, p in model.named_parameters()])
             else:
                 model.load_state_dict(given)
             found.append({k: v.clone() for k, v in model.state_dict().items()})

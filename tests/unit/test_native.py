@@ -222,7 +222,7 @@ def test_without_a_cache_it_is_compiled_for_this_process(
 def test_a_compiler_that_fails_is_quoted_and_one_that_hangs_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RuntimeError, match="sh failed: a.cpp: error: no such flag"):
+    with pytest.raises(RuntimeError, match=r"sh failed: a\.cpp: error: no such flag"):
         native._compile(["sh", "-c", "echo 'a.cpp: error: no such flag' >&2; exit 1"])
     monkeypatch.setattr(native, "_COMPILE_S", 0.5)
     with pytest.raises(subprocess.TimeoutExpired):

@@ -30,8 +30,9 @@ from unisono.methods.offload.fused import ADAM, ADAMW, step_tiles
 
 SWITCH = "UNISONO_COMPILED_STEP"  # "0": nothing is compiled
 SOURCE = Path(__file__).with_name("native.cpp")
-# Rounded as written: no products joined with sums, no other order. The last two leave results as they are.
-_FLAGS = ["-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# Rounded as written: no products joined with sums, no other order. Those of the second line leave results as they are.
+_FLAGS = ["-O3", "-march=native", "-std=c++17", "-ffp-contract=off"]
+_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
 _LINKING = ["-shared", "-fPIC", "-pthread"]
 _COMPILE_S = 60
 _loading = threading.Lock()  # workers that are threads compile once

@@ -236,9 +236,8 @@ class ZeroReplica(Replica):
         self.noise = self._backward.noise
         if s.precision is not None:
             self._cast = self.model.register_forward_pre_hook(cast_inputs(DTYPES[s.precision]), with_kwargs=True)
-        hooks = self._end_delay, self._note_load
+        hooks, gather = (self._end_delay, self._note_load), self._gather_optimizer
         self._state_dict = checkpoint.WholeStateDict(self.model, self.units, self._values, offload, *hooks)
-        gather = self._gather_optimizer
         self._optimizer_state = checkpoint.WholeOptimizerState(self._shards, self.units, offload, gather)
 
     def _take_reduced(self, unit: Unit, fresh: bool) -> None:
@@ -329,8 +328,7 @@ class ZeroReplica(Replica):
 
     def _find_stepped(self) -> list[Unit]:
         """The units of the optimizer that has stepped."""
-        number = self.members.index(self.stepping)
-        return [unit for unit in self._trainable if unit.member == number]
+        return [unit for unit in self._trainable if self.members[unit.member] is self.stepping]
 
     def _take_written(self) -> None:
         """Let what the program wrote to parameters since the last step count; not while values that were stepped are

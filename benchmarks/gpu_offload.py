@@ -72,7 +72,7 @@ LOSSES = {
 }
 PEERS = ("fsdp2", "deepspeed")
 SIDES = (*PEERS, *SPECS)
-SUM_CYCLES = 32  # of a turn with deferred steps: after 64 all is stepped, and the parameters to keep are chosen anew
+SUM_CYCLES = 32  # of a turn with deferred steps; every 256 all is stepped, and what to keep is chosen anew (a second)
 BUDGETS_GIB = (14, 18, 22)
 DISK_DEVICE_GIB, DISK_HOST_GIB = 12, 6
 GIB = 2**30

@@ -532,6 +532,35 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_under_another_method(tmp_path: 
                 torch.testing.assert_close(torch.as_tensor(state["state"][number][name]), torch.as_tensor(x))
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("how", [SPEC, SPEC.replace(f"defer={DEFER}, keep=0.25", "delayed_update=True")])
+@pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 1), (3, 2)])
+def test_what_a_program_writes_is_not_overwritten_by_what_was_put_off(how: str, stage: int, size: int) -> None:
+    wanted = [{k: torch.randn_like(v) for k, v in net().state_dict().items()} for _ in range(2)]
+
+    def work(world: World) -> Any:
+        model = net()
+        optimizer = two_groups(model)
+        replica = un.parallel(model, optimizer, how.format(stage), world=world)
+        found = []
+        for first, given in zip((0, 8), wanted, strict=True):
+            train(model, optimizer, range(first, first + 8), world.rank)
+            if first:
+                replica.write(lambda: [p.data.copy_(wanted[1][name]) for name, p in model.named_parameters()])
+            else:
+                model.load_state_dict(given)
+            found.append({k: v.clone() for k, v in model.state_dict().items()})
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+        train(model, optimizer, range(16, 23), world.rank)
+        replica.restore()
+        return [*found, {k: v.detach() for k, v in model.state_dict().items()}]
+
+    for found in run_threads(work, size):
+        for mine, expected in zip(found, [*wanted, wanted[1]], strict=True):
+            assert all(torch.equal(mine[name], x) for name, x in expected.items())
+
+
 class Wide(nn.Module):
     """Computes in the precision of its parameters, and returns doubles."""
 

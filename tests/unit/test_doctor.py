@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from unisono.cli import machine as command
 from unisono.cli.command_line import main
 from unisono.launchers import WorkerError
 from unisono.launchers.runtime.huge_pages import HugePages
+from unisono.methods.offload import native
 from unisono.observe.doctor import Finding, examine, host, network, transports, worst_of
 
 
@@ -177,6 +179,20 @@ def test_a_lab_that_cannot_be_made_says_why() -> None:
     assert found.state == "warn"
     assert "apt-get install iproute2" in found.text
     assert one(host.check_lab(lambda: "")).state == "ok"
+
+
+def test_what_steps_adam_on_the_host_is_told_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_compile", lambda command: shutil.copy(sys.executable, command[-1]))
+    found = one(transports.check_host_step())
+    assert (found.state, "does not work here" in found.text) == ("warn", True)
+    assert not list((tmp_path / "unisono").iterdir())
+    monkeypatch.setenv("UNISONO_COMPILED_STEP", "0")
+    found = one(transports.check_host_step())
+    assert (found.state, "UNISONO_COMPILED_STEP=0" in found.text) == ("ok", True)
+    assert "compiled code" in one(transports.check_host_step(lambda keep: None)).text
 
 
 # Transports -----------------------------------------------------------------------------------------------------------

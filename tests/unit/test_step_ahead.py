@@ -304,6 +304,22 @@ def test_an_error_in_a_step_that_was_taken_ahead_is_raised_by_that_step(monkeypa
     pipeline.close()
 
 
+def test_an_interrupt_while_guesses_are_waited_for_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, _ = built(adamw, ahead=True)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stepper, "start_ahead", lambda *_, **__: (interrupt, interrupt))
+    pipeline.offer(3, random_gradients(1)[0][3].clone())
+    assert pipeline.ahead is not None
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.ahead.wait(3)
+    pipeline.ahead._guesses = {}
+    pipeline.ahead._under_way = {}
+    pipeline.close()
+
+
 def test_units_whose_turn_has_not_come_are_stepped_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = random_gradients(3)
     pipeline, compute = built(adamw, ahead=True)

@@ -35,7 +35,7 @@ def test_variables_for_users_are_documented_and_the_others_are_not() -> None:
 
 
 def test_the_tables_only_shrink() -> None:
-    assert len(variables.FOR_USERS) <= 25
+    assert len(variables.FOR_USERS) <= 26
     assert len(variables.INTERNAL) <= 27
 
 

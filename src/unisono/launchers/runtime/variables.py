@@ -31,6 +31,7 @@ FOR_USERS = {
     "UNISONO_BALANCE": "1: deal samples by the ranks' speeds, for every un.shard",
     "UNISONO_CHECKS": "off: compare no calls and parameters between ranks, and watch for no slow ones",
     "UNISONO_CHECK_EVERY": "steps from one comparison of parameters to the next; 0: never",
+    "UNISONO_COMPILED_STEP": "0: compile no step of Adam for the host: torch's kernel steps there",
     "UNISONO_DEBUGGER": "0: no debugger. In a worker: the addresses of the launcher's debugger hub",
     "UNISONO_DEBUG_WAIT_S": "how long stopped workers wait for a prompt if there is no terminal",
     "UNISONO_DISK": "folder for the scratch files of zero(optimizer_on='disk')",

@@ -75,7 +75,7 @@ class Guess:
         """Wait until nothing is under way; what went wrong is raised elsewhere."""
         self._started.wait()
         for wait, _ in self._calls.values():
-            with suppress(BaseException):
+            with suppress(Exception):  # not Ctrl-C
                 wait()
 
     def find_take(self, block: Block) -> Callable[[], None]:

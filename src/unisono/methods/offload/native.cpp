@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -72,14 +73,14 @@ void put(void *to, const void *from, int64_t at, int64_t n, int64_t size, bool s
     if (stream && (reinterpret_cast<uintptr_t>(target) & 15) == 0 && (n * size) % 16 == 0) {
         for (int64_t i = 0; i < n * size; i += 16)  // past the caches: the lines need not be read first
             _mm_stream_si128(reinterpret_cast<__m128i *>(target + i),
-                             _mm_load_si128(reinterpret_cast<const __m128i *>(static_cast<const char *>(from) + i)));
+                             _mm_loadu_si128(reinterpret_cast<const __m128i *>(static_cast<const char *>(from) + i)));
         return;
     }
 #endif
     std::memcpy(target, from, n * size);
 }
 
-void store(void *to, float *from, int64_t at, int64_t n, bool narrow, bool stream) {
+void store(void *to, const float *from, int64_t at, int64_t n, bool narrow, bool stream) {
     if (!narrow) {
         put(to, from, at, n, 4, stream);
         return;
@@ -98,59 +99,65 @@ void round_at_random(float *x, int64_t n, const int32_t *added) {
     }
 }
 
+// Elements that are stepped alike. `whole`: they fill torch's vectors. A factor of 1 changes no number.
+template <bool whole>
+void move(const Args &a, double ratio, const float *const *old, float *g, float *const *now, int64_t n, int64_t at) {
+    const float *p0 = old[0] + at, *m0 = old[1] + at, *v0 = old[2] + at;  // the same memory as these, or other
+    float *p = now[0] + at, *m = now[1] + at, *v = now[2] + at;
+    g += at;
+    const double lr = a.lr / ratio, wd = a.decay * ratio;
+    const float kept = wd != 0.0 && a.adamw ? float(1 - lr * wd) : 1.0f, added = float(wd);
+    const float wider = float(ratio), back = float(1.0 / ratio), size = float(-(lr / a.correction1));
+    const float beta2 = float(a.beta2), square = float(1 - a.beta2), eps = float(a.eps);
+    const float root = float(std::sqrt(a.correction2)), weight = float(1 - a.beta1);
+    const bool near = std::fabs(weight) < 0.5f;
+    const float share = near ? weight : weight - 1.0f;
+    float factor = float(a.scale * ratio);
+    if (wd != 0.0 && !a.adamw) {
+        for (int64_t i = 0; i < n; i++) g[i] = std::fma(p0[i], added, g[i] * factor);
+        factor = 1.0f;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const float y = g[i] * factor, x = m0[i] * wider, z = std::fma(share, y - x, near ? x : y);
+        const float w = whole ? std::fma(square * y, y, v0[i] * beta2) : std::fma(v0[i], beta2, square * y * y);
+        p[i] = p0[i] * kept + size * z / (std::sqrt(w) / root + eps);
+        m[i] = z * back;
+        v[i] = w;
+    }
+}
+
 void step(const Args &a, int64_t at, int64_t n, int64_t rest) {
-    alignas(64) float p[kPart], g[kPart], m[kPart], v[kPart];
-    load(p, a.p_old, at, n, false);
-    if (a.idle) {
-        load(m, a.m_old, at, n, a.narrow);
-        load(v, a.v_old, at, n, a.narrow);
-    } else {
+    alignas(64) float lines[3][kPart], g[kPart];
+    const void *const before[] = {a.p_old, a.m_old, a.v_old};
+    void *const after[] = {a.p, a.m, a.v};
+    const float *old[3];
+    float *now[3];
+    for (int k = 0; k < 3; k++) {  // read and written where it is, if that can be
+        const bool narrow = k && a.narrow, here = after[k] == before[k] && !narrow;
+        now[k] = here ? static_cast<float *>(after[k]) + at : lines[k];
+        old[k] = narrow || (k && a.fresh) ? now[k] : static_cast<const float *>(before[k]) + at;
+        if (k && a.fresh && !a.idle)
+            std::memset(now[k], 0, 4 * n);
+        else if (narrow)
+            load(now[k], before[k], at, n, true);
+    }
+    if (!a.idle) {
         const double ratio = a.ratios ? a.ratios[at / a.each] : 1.0;
-        const float factor = float(a.scale * ratio), wider = float(ratio), back = float(1.0 / ratio);
-        const double lr = a.lr / ratio, wd = a.decay * ratio;
-        load(g, a.gradient, at, n, a.narrow_gradient);
-        if (a.fresh) {
-            std::memset(m, 0, sizeof m);
-            std::memset(v, 0, sizeof v);
-        } else {
-            load(m, a.m_old, at, n, a.narrow);
-            load(v, a.v_old, at, n, a.narrow);
-        }
-        if (a.scale * ratio != 1.0)
-            for (int64_t i = 0; i < n; i++) g[i] *= factor;
-        if (ratio != 1.0)
-            for (int64_t i = 0; i < n; i++) m[i] *= wider;
-        if (wd != 0.0 && a.adamw) {
-            const float kept = float(1 - lr * wd);
-            for (int64_t i = 0; i < n; i++) p[i] *= kept;
-        } else if (wd != 0.0) {
-            const float added = float(wd);
-            for (int64_t i = 0; i < n; i++) g[i] = std::fma(p[i], added, g[i]);
-        }
-        const float weight = float(1 - a.beta1), other = weight - 1.0f;
-        if (std::fabs(weight) < 0.5f)
-            for (int64_t i = 0; i < n; i++) m[i] = std::fma(weight, g[i] - m[i], m[i]);
-        else
-            for (int64_t i = 0; i < n; i++) m[i] = std::fma(other, g[i] - m[i], g[i]);
-        const float beta2 = float(a.beta2), square = float(1 - a.beta2), eps = float(a.eps);
-        const float root = float(std::sqrt(a.correction2)), size = float(-(lr / a.correction1));
         const int64_t full = std::max<int64_t>(0, std::min(n, rest - at));
-        for (int64_t i = 0; i < full; i++) v[i] = std::fma(square * g[i], g[i], v[i] * beta2);
-        for (int64_t i = full; i < n; i++) v[i] = std::fma(v[i], beta2, square * g[i] * g[i]);
-        for (int64_t i = 0; i < n; i++) p[i] = p[i] + size * m[i] / (std::sqrt(v[i]) / root + eps);
-        if (ratio != 1.0)
-            for (int64_t i = 0; i < n; i++) m[i] *= back;
+        load(g, a.gradient, at, n, a.narrow_gradient);
+        move<true>(a, ratio, old, g, now, full, 0);
+        move<false>(a, ratio, old, g, now, n - full, full);
         if (a.narrow) {
-            round_at_random(m, n, a.table + (a.m_place + at) % a.period);
-            round_at_random(v, n, a.table + (a.v_place + at) % a.period);
+            round_at_random(now[1], n, a.table + (a.m_place + at) % a.period);
+            round_at_random(now[2], n, a.table + (a.v_place + at) % a.period);
         }
     }
-    if (!a.idle || a.p != a.p_old) {
-        store(a.p, p, at, n, false, a.stream);
-        store(a.m, m, at, n, a.narrow, a.stream);
-        store(a.v, v, at, n, a.narrow, a.stream);
-    }
-    if (a.out) store(a.out, p, at, n, a.narrow_out, a.stream);
+    const float *const *found = a.idle ? old : now;
+    for (int k = 0; k < 3; k++)
+        if (now[k] == lines[k] && !(a.idle && after[k] == before[k]))
+            store(after[k], found[k], at, n, k && a.narrow, a.stream);
+    if (a.out) store(a.out, found[0], at, n, a.narrow_out, a.stream);
 }
 
 struct Pool {
@@ -189,13 +196,20 @@ struct Pool {
 
 extern "C" {
 
-void *pool_open(int count) {
-    Pool *pool = new Pool;
-    for (int i = 0; i < count; i++) pool->threads.emplace_back([pool] { pool->loop(); });
-    return pool;
+void *pool_open(int count) try {  // null: no thread can be started
+    std::unique_ptr<Pool> pool(new Pool);
+    pool->threads.reserve(count);
+    try {
+        for (int i = 0; i < count; i++) pool->threads.emplace_back([given = pool.get()] { given->loop(); });
+    } catch (...) {  // fewer will do
+        if (pool->threads.empty()) throw;
+    }
+    return pool.release();
+} catch (...) {
+    return nullptr;
 }
 
-void pool_close(void *given) {
+void pool_close(void *given) {  // its few bytes stay: somebody may wait for a job, or come too late with one
     Pool *pool = static_cast<Pool *>(given);
     {
         std::lock_guard<std::mutex> lock(pool->mutex);
@@ -203,12 +217,11 @@ void pool_close(void *given) {
     }
     pool->work.notify_all();
     for (auto &thread : pool->threads) thread.join();
-    delete pool;
 }
 
-void *job_start(void *given, const Args *args) {
+void *job_start(void *given, const Args *args) try {  // null: the pool is closed, or there is no memory
     Pool *pool = static_cast<Pool *>(given);
-    Job *job = new Job{*args, {}};
+    std::unique_ptr<Job> job(new Job{*args, {}});
     for (int64_t k = 0; k < args->span_count; k++) {
         const int64_t start = args->spans[2 * k], stop = args->spans[2 * k + 1];
         const int64_t rest = stop - (stop - start) % args->width;
@@ -220,13 +233,14 @@ void *job_start(void *given, const Args *args) {
     }
     job->left = job->tiles.size();
     if (job->left) {
-        {
-            std::lock_guard<std::mutex> lock(pool->mutex);
-            pool->jobs.push_back(job);
-        }
-        pool->work.notify_all();
+        std::lock_guard<std::mutex> lock(pool->mutex);
+        if (pool->closing) return nullptr;
+        pool->jobs.push_back(job.get());
     }
-    return job;
+    pool->work.notify_all();
+    return job.release();
+} catch (...) {
+    return nullptr;
 }
 
 void job_wait(void *given, void *one) {

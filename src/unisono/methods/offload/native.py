@@ -12,10 +12,14 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +28,23 @@ from torch import Tensor
 
 from unisono.methods.offload.fused import ADAM, ADAMW, step_tiles
 
+SWITCH = "UNISONO_COMPILED_STEP"  # "0": nothing is compiled
 SOURCE = Path(__file__).with_name("native.cpp")
-# Rounded as written: no products joined with sums, no other order. The last two leave results as they are.
-_FLAGS = ["-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# Rounded as written: no products joined with sums, no other order. Those of the second line leave results as they are.
+_FLAGS = ["-O3", "-march=native", "-std=c++17", "-ffp-contract=off"]
+_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
 _LINKING = ["-shared", "-fPIC", "-pthread"]
 _COMPILE_S = 60
+_loading = threading.Lock()  # workers that are threads compile once
 _POINTERS = ("p_old", "m_old", "v_old", "p", "m", "v", "gradient", "out", "spans", "ratios", "table")
 _COUNTS = ("span_count", "each", "period", "m_place", "v_place", "width")
 _NUMBERS = ("lr", "decay", "beta1", "beta2", "eps", "correction1", "correction2", "scale")
 _FLAGS_OF_STEP = ("adamw", "fresh", "idle", "narrow", "narrow_gradient", "narrow_out", "stream")
 _WIDE, _NARROW = torch.float32, torch.bfloat16
+
+
+class NotCompiled(RuntimeError):
+    """There is no compiled code, and nothing is wrong: there is no compiler, or the user wants none."""
 
 
 class _Args(ctypes.Structure):
@@ -113,26 +124,42 @@ class NativePool:
         found = load()
         assert found is not None
         self._library, self.width = found
-        self._pool = self._library.pool_open(threads)
+        self._threads = threads
+        self._under_way: set[Step] = set()  # not yet waited for: their memory stays
+        self._open()
+
+    def _open(self) -> None:
+        self._process, self._pool = os.getpid(), self._library.pool_open(self._threads)
+        if not self._pool:
+            raise RuntimeError(
+                "no thread can be started to step the optimizer: raise the limit of processes (ulimit -u)"
+            )
+        # Ends the threads once all steps are done: by hand, with this object, or at the end of the program.
+        self.close = weakref.finalize(self, _close, self._library, self._pool, self._process)
 
     def start(self, step: Step) -> Callable[[], None]:
         """Begin a step; call what is returned to wait until it is done."""
-        job, lock, ended = self._library.job_start(self._pool, ctypes.byref(step.args)), threading.Lock(), [False]
+        if self._process != os.getpid():  # a forked child has none of the threads
+            self._open()
+        self._under_way.add(step)
+        job = self._library.job_start(self._pool, ctypes.byref(step.args))
+        if not job:
+            self._under_way.discard(step)
+            raise RuntimeError("the optimizer cannot be stepped: its threads have ended, or there is no memory")
+        lock = threading.Lock()
 
         def wait() -> None:
             with lock:
-                if not ended[0]:
+                if step in self._under_way:
                     self._library.job_wait(self._pool, job)
-                    ended[0] = True
-                    step.kept = ()
+                    self._under_way.discard(step)
 
         return wait
 
-    def close(self) -> None:
-        """End the threads, once all steps are done."""
-        if self._pool:
-            self._library.pool_close(self._pool)
-            self._pool = None
+
+def _close(library: ctypes.CDLL, pool: int, process: int) -> None:
+    if process == os.getpid():
+        library.pool_close(pool)
 
 
 def fits(lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None) -> bool:
@@ -145,46 +172,100 @@ def fits(lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None) -> b
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL, int] | None:
-    """The compiled code, and the width of torch's vectors; None where it cannot be compiled, or does not give torch's
-    bits."""
-    try:
-        library = ctypes.CDLL(str(_compile()))
-        for name, result, given in (
-            ("pool_open", ctypes.c_void_p, [ctypes.c_int]),
-            ("pool_close", None, [ctypes.c_void_p]),
-            ("job_start", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
-            ("job_wait", None, [ctypes.c_void_p, ctypes.c_void_p]),
-        ):
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, given
-        widths = (width for width in (16, 8, 4) if all(agrees(library, width, kind) for kind in (ADAM, ADAMW)))
-        return next(((library, width) for width in widths), None)
-    except Exception:  # no compiler, no room, a library that cannot be loaded
-        return None
+    """The compiled code, and the width of torch's vectors; None where torch's kernel is to step."""
+    with _loading:
+        try:
+            return find()
+        except subprocess.TimeoutExpired:
+            warnings.warn(
+                f"the C++ compiler did not end within {_COMPILE_S} s: torch's kernel steps the optimizer. With "
+                f"{SWITCH}=0 nothing is compiled",
+                stacklevel=2,
+            )
+        except Exception:  # `unisono doctor` says which
+            pass
+    return None
 
 
-def _compile() -> Path:
+def find(*, keep: bool = True) -> tuple[ctypes.CDLL, int]:
+    """The compiled code, from the user's cache or made now (and kept there), and the width of torch's vectors. Raises
+    what is in the way: no compiler, no room, a library that cannot be loaded, other bits than torch's."""
+    if os.environ.get(SWITCH) == "0":
+        raise NotCompiled(f"{SWITCH}=0")
+    library = _open(keep=keep)
+    for name, result, given in (
+        ("pool_open", ctypes.c_void_p, [ctypes.c_int]),
+        ("pool_close", None, [ctypes.c_void_p]),
+        ("job_start", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
+        ("job_wait", None, [ctypes.c_void_p, ctypes.c_void_p]),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, given
+    for width in (16, 8, 4):
+        if all(agrees(library, width, kind) for kind in (ADAM, ADAMW)):
+            return library, width
+    raise RuntimeError("it does not give the bits of this torch")
+
+
+def _open(*, keep: bool) -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler")
+        raise NotCompiled("there is no C++ compiler")
     processor = platform.processor()
     if os.path.exists("/proc/cpuinfo"):  # -march=native differs between machines that have a home in common
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = str(sorted({line for line in lines if line.startswith(("flags", "Features", "model"))}))
-    key = hashlib.sha256(repr((SOURCE.read_bytes(), _FLAGS, compiler, processor)).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="unisono-"))
-    library = folder / f"adam-{key}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as here:
-            made = Path(here) / "adam.so"
-            command = [compiler, *_FLAGS, *_LINKING, str(SOURCE), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
-            os.replace(made, library)
+        processor = str(sorted({line for line in lines if line.startswith(("flags", "Features", "model", "CPU p"))}))
+    made_of = (SOURCE.read_bytes(), _FLAGS, compiler, platform.libc_ver(), platform.machine(), processor)
+    name = f"adam-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    folder = _find_folder()
+    if folder is not None and _is_mine(folder / name):
+        with suppress(OSError):  # what is no library is made anew
+            return ctypes.CDLL(str(folder / name))
+    with tempfile.TemporaryDirectory(prefix="unisono-", dir=folder) as here:
+        made = Path(here) / name
+        _compile([compiler, *_FLAGS, *_LINKING, str(SOURCE), "-o", str(made)])
+        library = ctypes.CDLL(str(made))
+        if folder is not None and keep:
+            made.chmod(0o700)
+            with made.open("rb") as file:
+                os.fsync(file.fileno())  # under its name it is whole, also after a power cut
+            os.replace(made, folder / name)
     return library
+
+
+def _find_folder() -> Path | None:
+    """The user's cache, for code that is run later; None where there is none that only this user can write to."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = (cache if cache.is_absolute() else Path.home() / ".cache") / "unisono"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: nobody knows a home
+        return None
+    return folder if _is_mine(folder) and os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _is_mine(path: Path) -> bool:
+    """Whether it is there and nobody else can write to it."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return False
+
+
+def _compile(command: list[str]) -> None:
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=_COMPILE_S)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+            raise
+    if process.returncode:
+        lines = [line for line in said.splitlines() if "error" in line] or said.splitlines() or ["nothing was said"]
+        raise RuntimeError(f"{command[0]} failed: {lines[0]}")
 
 
 def agrees(library: ctypes.CDLL, width: int, kind: int) -> bool:

@@ -331,10 +331,11 @@ def disk_bytes(
 
 
 def _check_line(what: str, line: Tensor, length: int) -> None:
-    if line.dim() != 1 or line.numel() != length or line.device.type != "cpu" or not line.dtype.is_floating_point:
+    fits = line.shape == (length,) and line.is_contiguous() and line.dtype.is_floating_point
+    if not fits or line.device.type != "cpu":
         raise ValueError(
-            f"got a {what} of shape {tuple(line.shape)}, {line.dtype}, on {line.device}: expected a 1-D floating point "
-            f"tensor of {length} elements on the CPU"
+            f"got a {what} of shape {tuple(line.shape)}, strides {line.stride()}, {line.dtype}, on {line.device}: "
+            f"expected a contiguous 1-D floating point tensor of {length} elements on the CPU"
         )
 
 

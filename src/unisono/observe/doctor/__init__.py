@@ -41,6 +41,7 @@ def list_checks(hosts: network.Hosts | None = None) -> list[Check]:
         (host.SECTION, "engines", host.check_engines),
         (host.SECTION, "lab", host.check_lab),
         (transports.SECTION, "transports", transports.check_transports),
+        (transports.SECTION, "Adam on the host", transports.check_host_step),
         (network.SECTION, "sockets", network.check_sockets),
         (network.SECTION, "interface", network.check_interface),
         (network.SECTION, "reach", network.check_reach),

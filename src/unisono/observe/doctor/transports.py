@@ -13,7 +13,7 @@ from unisono.observe.doctor.findings import Finding
 if TYPE_CHECKING:
     from unisono.world.transports import Transport
 
-__all__ = ["check_transports", "judge_answers", "try_transports"]
+__all__ = ["check_host_step", "check_transports", "judge_answers", "try_transports"]
 
 SECTION = "transports and devices"
 _NUMBERS = 1 << 20  # floats of a trial: 4 MiB
@@ -42,6 +42,21 @@ def check_transports(launch: Callable[..., list[Answer]] | None = None) -> list[
         advice = "no run works until this is solved: `python -c 'import torch'` in the same environment may say more"
         return [Finding(SECTION, "workers", "bad", f"two workers could not be run: {error}", advice)]
     return judge_answers(answers)
+
+
+def check_host_step(find: Callable[..., Any] | None = None) -> list[Finding]:
+    """What steps Adam in the host's memory: code that is compiled here, or torch's kernel."""
+    from unisono.methods.offload import native
+
+    name = "Adam on the host"
+    try:
+        (native.find if find is None else find)(keep=False)
+    except native.NotCompiled as error:
+        return [Finding(SECTION, name, "ok", f"torch's kernel, with the optimizer off the device: {error}")]
+    except Exception as error:
+        text = f"torch's kernel, with the optimizer off the device, as compiled code does not work here: {error}"
+        return [Finding(SECTION, name, "warn", text, "results are the same; steps may take longer")]
+    return [Finding(SECTION, name, "ok", "compiled code, with the optimizer off the device: it gives torch's bits")]
 
 
 # In a worker ----------------------------------------------------------------------------------------------------------

@@ -132,8 +132,8 @@ def take_written(offload: Offloads | None, unit: Unit, before: Sequence[Tensor] 
 class WholeStateDict:
     """Lets `model.state_dict()` and `model.load_state_dict()` see whole values, by hooks on the model.
 
-    on_load(): the shards have other values. A method of the replica, which lives as long as the model by these hooks:
-        those on parameters and modules keep nothing.
+    end_delay(), on_load(): no step may be under way; the shards have other values. Methods of the replica, which lives
+        as long as the model by these hooks: those on parameters and modules keep nothing.
     """
 
     def __init__(
@@ -142,9 +142,10 @@ class WholeStateDict:
         units: Sequence[Unit],
         values: Values,
         offload: Offloads | None,
+        end_delay: Callable[[], None],
         on_load: Callable[[], None],
     ) -> None:
-        self._on_load = on_load
+        self._end_delay, self._on_load = end_delay, on_load
         self._model, self._units, self._values, self._offload = model, list(units), values, offload
         self._paused = False
         add = add_hook if values.always_here else lambda register, call: register(ModelHook(call))
@@ -174,6 +175,7 @@ class WholeStateDict:
         if self._paused:
             self._values.gather_late()
         else:
+            self._end_delay()  # what it steps would replace what is written
             self._values.begin_writing()
 
     def _copy(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

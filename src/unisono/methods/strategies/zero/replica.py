@@ -236,8 +236,8 @@ class ZeroReplica(Replica):
         self.noise = self._backward.noise
         if s.precision is not None:
             self._cast = self.model.register_forward_pre_hook(cast_inputs(DTYPES[s.precision]), with_kwargs=True)
-        self._state_dict = checkpoint.WholeStateDict(self.model, self.units, self._values, offload, self._note_load)
-        gather = self._gather_optimizer
+        hooks, gather = (self._end_delay, self._note_load), self._gather_optimizer
+        self._state_dict = checkpoint.WholeStateDict(self.model, self.units, self._values, offload, *hooks)
         self._optimizer_state = checkpoint.WholeOptimizerState(self._shards, self.units, offload, gather)
 
     def _take_reduced(self, unit: Unit, fresh: bool) -> None:
@@ -328,8 +328,7 @@ class ZeroReplica(Replica):
 
     def _find_stepped(self) -> list[Unit]:
         """The units of the optimizer that has stepped."""
-        number = self.members.index(self.stepping)
-        return [unit for unit in self._trainable if unit.member == number]
+        return [unit for unit in self._trainable if self.members[unit.member] is self.stepping]
 
     def _take_written(self) -> None:
         """Let what the program wrote to parameters since the last step count; not while values that were stepped are
@@ -341,6 +340,7 @@ class ZeroReplica(Replica):
         """Change parameters between steps: `change()` is called on every rank that has values of its own, or on one, if
         all have the same memory. Every rank calls it: `replica.write(lambda: model.weight.data.mul_(0.9))`."""
         if self._values is not None and self._state_dict is not None:
+            self._end_delay()
             self._values.write(change, partial(self._state_dict.update_shards, exactly=False))
             return
         with torch.no_grad():
@@ -387,7 +387,7 @@ class ZeroReplica(Replica):
         return {"model": self._groups.share_out(model), "optimizer": self._groups.share_out(optimizer)}
 
     def _end_delay(self) -> None:
-        """What is saved is the latest, and the run goes on from it."""
+        """What is saved, or written over, is the latest, and the run goes on from it."""
         if self._offload is not None and self._values is not None and self.strategy.puts_off:
             self._offload.finish()
             self._values.renew(self._trainable)

@@ -78,15 +78,16 @@ class CudaSharedTransport(Transport):
         memory: Memory,
         *,
         timeout_s: float,
+        pids: Sequence[int] = (),
         check: Callable[[], None] | None = None,
         works: bool = False,
     ) -> None:
-        """`fd`: a memfd that every rank of the group has open, empty when the first comes; `check`: raises PeerLost
-        where waiting is to end; `works`: mapping has been tried out before. NotShareable, on every rank, if one cannot
-        map the others' memory."""
+        """`fd`: a memfd that every rank of the group has open, empty when the first comes; `pids`: every rank's
+        process, one of which may die before it comes; `check`: raises PeerLost where waiting is to end; `works`:
+        mapping has been tried out before. NotShareable, on every rank, if one cannot map the others' memory."""
         self.rank, self.size, self.timeout_s, self._check = rank, size, timeout_s, check
         spin = size <= len(os.sched_getaffinity(0))
-        self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, check=check)
+        self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, pids=pids, check=check)
         self._page.looks = _LOOKS
         boxes = MappedMemory(count_outbox_bytes(size), rank, lambda mine: self._page.meet(mine, "sharing memory"))
         self._direct = DirectMessages(self._page, boxes.ranks)
@@ -133,10 +134,12 @@ class CudaSharedTransport(Transport):
         except OSError as error:
             why = f"the page of rank 0 cannot be opened: {error}"
         try:
-            if reasons := [f"rank {r}: {w.decode()}" for r, w in enumerate(base.exchange(why.encode())) if w]:
+            told = [one.decode().partition(" ")[::2] for one in base.exchange(f"{os.getpid()} {why}".encode())]
+            if reasons := [f"rank {r}: {w}" for r, (_, w) in enumerate(told) if w]:
                 raise NotShareable("; ".join(reasons))
             assert found is not None
-            return cls(fd, base.rank, base.size, found, timeout_s=timeout_s, check=check)
+            pids = [int(pid) for pid, _ in told]
+            return cls(fd, base.rank, base.size, found, timeout_s=timeout_s, pids=pids, check=check)
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -271,9 +274,15 @@ class CudaSharedTransport(Transport):
             fd = open_published(addresses[mine[0]].decode())
         try:
             self._page.meet()  # all have opened before the maker may close
-            place = mine.index(self.rank), len(mine)
             return CudaSharedTransport(
-                fd, *place, self._memory, timeout_s=self.timeout_s, check=self._check, works=True
+                fd,
+                mine.index(self.rank),
+                len(mine),
+                self._memory,
+                timeout_s=self.timeout_s,
+                pids=[self._page.pids[r] for r in mine],
+                check=self._check,
+                works=True,
             )
         finally:
             os.close(fd)

@@ -282,6 +282,7 @@ class SharedTransport(Transport):
                 mine.index(self.rank),
                 len(mine),
                 timeout_s=self.timeout_s,
+                pids=[self._page.pids[r] for r in mine],  # one may die before it comes to the new page
                 check=self._check,
                 reads_peers=self.reads_peers,
             )

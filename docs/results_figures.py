@@ -511,8 +511,9 @@ SECTIONS = (
         "loopback. Ray Train 2.60 starts all workers again from a checkpoint written every 10 steps; ours continues "
         "inside the same Ray. hivemind 1.1.12: 100 MB averaged by 2 peers, without its matchmaking; and 10 MB by 3, of "
         "which one is killed in mid-round; it leaves that one's numbers out and ends the round, and the share that the "
-        "lost one was to average stays different on the others. Horovod 0.28.1 over its gloo. The machine was busy on "
-        "2026-11-19, most of all for Ray Train and torchft.",
+        "lost one had yet to average stays different on the others. Horovod 0.28.1 over its "
+        "gloo. torchft's newest run, 50 kills of each side, had a quiet machine; the others of 2026-11-19 a busy one, "
+        "Ray Train's most of all.",
         ("with_torchft", "with_torchft_local", "with_trainers", "with_ray_train", "with_deepspeed", "with_hivemind",
          "with_horovod"),
         (
@@ -527,6 +528,8 @@ SECTIONS = (
                    why="all workers form the world anew, and one sends the model to all"),
             shown(r"ours_samples_lost", "samples in no step, ours", ""),
             shown(r"torchft_samples_lost", "samples drawn for steps that did not count, torchft", ""),
+            shown(r"torchft_survivors_died", "survivors that ended with an error, and lost their step, torchft", ""),
+            shown(r"torchft_quick_survivors_died", "the same, torchft with its short wait", ""),
             faster(r"torchft_over_ours_(local_sgd|diloco)", "ten steps and an exchange by {}, torchft over ours"),
             faster(r"torchft_over_ours_(local_sgd|diloco)_exchange", "the exchange of {} alone"),
             shown(r"loss_difference_(local_sgd|diloco)", "loss at equal settings, {}, torchft over ours less 1", "%"),
@@ -544,7 +547,7 @@ SECTIONS = (
             faster(r"horovod_over_ours_(100mb|4kb)", "an all-reduce of {}, Horovod over ours"),
             faster(r"hivemind_over_ours_average", "an average, hivemind over ours", 2.0),
             faster(r"hivemind_over_ours_after_loss", "from a kill in mid-round to the next mean, hivemind over ours",
-                   why="one kill; hivemind ends the round without the lost one's numbers, ours repeats it"),
+                   why="hivemind ends the round without the lost one's numbers, ours repeats it"),
             shown(r"hivemind_same_after_loss", "of the numbers, alike on both others after that round, hivemind", "%"),
             shown(r"hivemind_whole_after_loss_s", "until a later mean, hivemind, without its matchmaking", "s"),
             shown(r"hivemind_no_mean_again", "of these kills, those after which hivemind had no mean", ""),

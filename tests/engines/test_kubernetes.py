@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -61,6 +62,17 @@ def test_manifests_are_what_the_published_models_take(
     assert [document["kind"] for document in found] == kinds
     for document in found:  # a name that the model does not know is lost on the way
         assert getattr(models, MODELS[document["kind"]]).from_dict(document).to_dict() == document
+
+
+@pytest.mark.parametrize("stem", ["2gpus", "a" * 39 + "_b", "_"])
+def test_names_are_those_that_a_service_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(f"{stem}.py").touch()
+    found = written(capsys, "--on", "kubernetes", "-n", "2", "--image", "r/train:1", f"{stem}.py")
+    (name,) = {document["metadata"]["name"] for document in found}
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)  # RFC 1035's label
 
 
 def test_pods_of_a_job_meet_as_their_manifest_says(program: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,6 +236,26 @@ def test_a_killed_rank_is_named_by_the_others_within_seconds(
         assert re.search(rf"rank \d \(process {pid}\b.*has died", text), text
 
 
+def test_a_rank_that_dies_while_a_world_is_split_is_named(ranks: Callable[..., Ranks]) -> None:
+    """All others wait for it at the new world's page, where it never came."""
+    text = """
+        import os, signal, unisono as un
+        from unisono.world.transports import shared
+        os.environ["UNISONO_TIMEOUT_S"] = "10"
+        world = un.join()
+        pids = world.gather_objects(os.getpid())
+        if world.rank == 2:
+            shared.SharedTransport = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            world.split([[0, 1, 2]])
+        except un.PeerLost as error:
+            assert f"rank 2 (process {pids[2]}) has " in str(error), error
+        else:
+            raise AssertionError
+    """
+    assert ranks(text, "aaa", shared=True).finish() == [0, 0, -9]
+
+
 def test_a_rank_in_another_collective_is_told_to_all(ranks: Callable[..., Ranks]) -> None:
     text = """
         import torch, unisono as un

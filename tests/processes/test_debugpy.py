@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from unisono.cli.vscode import open_ports
 
 pytest.importorskip("debugpy")
 RUN = [sys.executable, "-m", "unisono", "run"]
@@ -98,3 +101,14 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert f"port {port} is in use" in ended.stderr
+
+
+def test_a_launch_file_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A container's folder of programs is often read-only."""
+    monkeypatch.chdir(tmp_path)
+    Path(".vscode").touch()
+    options = argparse.Namespace(debugpy=True, debug_port=find_ports(2), on="local", workers=(None, 2), pdb=False)
+    assert open_ports(options, argparse.ArgumentParser(), 2) == options.debug_port
+    assert "launch.json, which cannot be written: File exists" in capsys.readouterr().err

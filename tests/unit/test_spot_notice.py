@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -52,6 +54,8 @@ def address() -> Iterator[str]:
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
 def test_a_notice_is_told_once_it_is_there(cloud: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_SPOT", f"{cloud}={address}")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for this: it would answer for another machine
+    monkeypatch.delenv("no_proxy", raising=False)
     told: list[int] = []
     thread = follow_notice(lambda: told.append(Service.asked), every_s=0.01)
     assert thread is not None
@@ -68,3 +72,19 @@ def test_another_cloud_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_SPOT", "azure")
     with pytest.raises(ValueError, match="UNISONO_SPOT: got 'azure'; expected aws or gcp"):
         follow_notice(lambda: None)
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_a_service_that_does_not_answer_is_named(
+    cloud: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a container on AWS its answers do not arrive, and no notice ever would."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("UNISONO_SPOT", f"{cloud}={address}")
+    assert follow_notice(lambda: None, every_s=3600) is not None
+    said, end = "", time.monotonic() + 60
+    while "\n" not in said and time.monotonic() < end:
+        time.sleep(0.01)
+        said += capfd.readouterr().err
+    assert said.count(f"{address} does not answer") == 1

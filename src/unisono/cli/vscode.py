@@ -31,9 +31,9 @@ def open_ports(options: argparse.Namespace, parser: argparse.ArgumentParser, wor
     if taken:
         parser.error(f"--debugpy: port {taken[0]} is in use, or no port; name another, as in --debug-port {PORT + 100}")
     where = f"127.0.0.1:{first}" + (f" (rank 0) to {first + workers - 1}" if workers > 1 else "")
-    wrote = _write_launch_file(Path(".vscode", "launch.json"), first, workers)
-    why = "" if wrote else " (not added to .vscode/launch.json, which has comments: docs/debugger.md has the entries)"
-    print(f"unisono: the workers wait for a debugger at {where}; in VS Code start {_COMPOUND!r}{why}", file=sys.stderr)
+    why = _write_launch_file(Path(".vscode", "launch.json"), first, workers)
+    more = f" (not added to .vscode/launch.json, {why}: docs/debugger.md has the entries)" if why else ""
+    print(f"unisono: the workers wait for a debugger at {where}; in VS Code start {_COMPOUND!r}{more}", file=sys.stderr)
     return first
 
 
@@ -45,12 +45,14 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _write_launch_file(path: Path, first: int, workers: int) -> bool:
-    """Add our entries to launch.json, in place of those of an earlier run; False if it is not plain JSON."""
+def _write_launch_file(path: Path, first: int, workers: int) -> str:
+    """Add our entries to launch.json, in place of those of an earlier run; or why that cannot be done."""
     try:
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"version": "0.2.0"}
     except ValueError:
-        return False
+        return "which has comments"
+    except OSError as error:
+        return f"which cannot be read: {error.strerror}"
     mine = [
         {
             "name": f"unisono: rank {rank}",
@@ -65,6 +67,9 @@ def _write_launch_file(path: Path, first: int, workers: int) -> bool:
     for key, entries in (("configurations", mine), ("compounds", [together])):
         others = [entry for entry in found.get(key, []) if not str(entry.get("name", "")).startswith("unisono: ")]
         found[key] = others + entries
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(found, indent=2) + "\n")
-    return True
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(found, indent=2) + "\n")
+    except OSError as error:
+        return f"which cannot be written: {error.strerror}"
+    return ""

@@ -205,10 +205,11 @@ class Kubernetes(Manifests):
 
 
 def name_job(job: Job) -> str:
-    """A name that the cluster's DNS takes, from the program's."""
+    """A name that the cluster's DNS takes, from the program's: it begins with a letter."""
     program: Sequence[str] = job.program
     stem = (program[1].rpartition(".")[2] or program[1]) if program[0] == "-m" else Path(program[0]).stem
-    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "unisono"
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"unisono-{name}")[:40].strip("-")
 
 
 def write_yaml(value: Any, indent: str = "") -> str:

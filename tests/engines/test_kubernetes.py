@@ -103,6 +103,7 @@ def test_a_preempted_pod_is_started_again_and_not_counted(program: str, capsys: 
 def test_a_skypilot_task_tells_each_machine_who_it_is(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     (task,) = written(capsys, "--on", "skypilot", "-n", "2", "--accelerators", "A100:1", program)
     assert task["num_nodes"] == 2
+    assert task["setup"] == "pip install ./unisono-*.whl"
     env = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     script = task["run"].replace("exec python train.py", 'echo "$RANK $WORLD_SIZE $MASTER_ADDR"')
     said = subprocess.run(["sh", "-c", script], env={**os.environ, **env}, capture_output=True, text=True, check=True)

@@ -50,7 +50,7 @@ class Skypilot(Manifests):
             "workdir": ".",
             "envs": settings,
             "secrets": {"UNISONO_SECRET": secrets.token_hex(32)},
-            "setup": "pip install unisono",
+            "setup": "pip install ./unisono-*.whl",  # on an index the name could be a stranger's
             "run": "\n".join(lines),
         }
         return write_yaml({key: value for key, value in task.items() if value != {}})

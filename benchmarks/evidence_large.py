@@ -15,10 +15,10 @@ are made anew. A run is one process, whose threads are the ranks (evidence_ranks
 where ranks run. `--jobs` runs share the GPU.
 
 First the search, for a quarter of the steps and with a seed of its own: every variant at three learning rates, then,
-where it has an outer rate, at the best of these with two more outer rates. Then each at its best, over the seeds; the
-variants of FIRST before the others. The rate rises over the first twentieth of the steps and falls as a cosine to a
-tenth. A line has the held-out loss and the bytes that a rank had sent, at twenty places of the run, at the ends of
-rounds: exchanges of `consolidate` for that are not counted.
+where it has an outer rate, at the best of these with two more outer rates; beyond the edge where the best one is there.
+Then each at its best, over the seeds; the variants of FIRST before the others. The rate rises over the first twentieth
+of the steps and falls as a cosine to a tenth. A line has the held-out loss and the bytes that a rank had sent, at
+twenty places of the run, at the ends of rounds: exchanges of `consolidate` for that are not counted.
 
 A course in time is predicted: what the steps took where a worker had the device to itself (`step_s`), and the bytes at
 the speed of the link, one after the other: methods that send behind the program are better than that.

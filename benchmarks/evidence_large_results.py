@@ -132,8 +132,8 @@ The same methods on larger tasks, each at its own best learning rate: `benchmark
   Each step's sequences are of all workers together.{images}
 - **Rates**: the optimizer is AdamW unless the table says otherwise. Every method has the best of three learning rates
   (0.3, 1 and 3 times a common one; also 0.1 times where 0.3 is the best), and then of three outer rates where it has
-  one, by the same search over a quarter of the steps with a seed of its own. The rate rises over 5 % of the steps and
-  falls to a tenth as a cosine.
+  one (also 1.5 and 2.2 where the highest is the best), by the same search over a quarter of the steps with a seed of
+  its own. The rate rises over 5 % of the steps and falls to a tenth as a cosine.
 - **Workers** are threads that share the GPU, with all of unisono between them: what is learned does not depend on where
   they run. Parameters and exchanges are float32, activations bfloat16.
 - **Worse than exact**: the mean loss over that of exact AdamW at equal samples, minus 1 (images: points of accuracy).

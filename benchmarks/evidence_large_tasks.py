@@ -24,7 +24,7 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the samples, of which exact training's curve has points
 CURVED = ("text25_128",)  # tasks of which there is such a curve
 PLACES, ROUND = 20, 30  # of a run, where it is judged; steps from one exchange of most local methods to the next
-RATES, LOWER, OUTERS = (0.3, 1.0, 3.0), 0.1, (0.4, 0.7, 1.0)
+RATES, LOWER, OUTERS, HIGHER = (0.3, 1.0, 3.0), 0.1, (0.4, 0.7, 1.0), (1.5, 2.2)
 LENGTH = 256
 
 
@@ -291,7 +291,8 @@ def find_places(steps: int) -> list[int]:
 
 def search(task: str, name: str, steps: int, workers: int, lines: dict[str, Any]) -> tuple[list[Run], list[Run]]:
     """The runs of a variant's search that are known so far, a quarter of the steps each: all, and those still to be
-    made. Where the lowest learning rate is the best, one below it is tried too; outer rates are tried at the best."""
+    made. Where the lowest learning rate is the best, one below it is tried too; outer rates are tried at the best, and
+    those above them while the highest is the best."""
     variant, count = VARIANTS[name], max(1, steps // 4)
     runs = [Run(task, variant.at(rate), TUNED, count, workers) for rate in RATES]
     if (found := best(runs, lines)) is not None and found.lr == variant.at(min(RATES)).lr:
@@ -299,6 +300,9 @@ def search(task: str, name: str, steps: int, workers: int, lines: dict[str, Any]
     if variant.outer and (found := best(runs, lines)) is not None:
         others = [found._replace(outer=outer) for outer in OUTERS if outer != variant.outer]
         runs += [Run(task, other, TUNED, count, workers) for other in others]
+        for last, higher in itertools.pairwise((max(OUTERS), *HIGHER)):
+            if (found := best(runs, lines)) is not None and found.outer == last:
+                runs.append(Run(task, found._replace(outer=higher), TUNED, count, workers))
     return runs, [run for run in runs if run.key not in lines]
 
 

@@ -134,6 +134,16 @@ def test_each_variant_is_searched_first_and_then_run_at_its_best() -> None:
     } == dict.fromkeys(names, 2)
 
 
+def test_a_search_goes_on_above_the_highest_outer_rate_while_it_is_the_best() -> None:
+    lines: dict[str, dict[str, float]] = {}
+    tried = []
+    while todo := made.search("text25_128", "sparseloco", 2040, 8, lines)[1]:
+        tried += [run.variant.outer for run in todo]
+        lines.update({run.key: {"loss": 1 + abs(run.variant.outer - 1.4) + abs(run.share - 1)} for run in todo})
+    assert tried == [1.0, 1.0, 1.0, 0.4, 0.7, 1.5, 2.2]
+    assert made.best(made.search("text25_128", "sparseloco", 2040, 8, lines)[0], lines).outer == 1.5
+
+
 def test_every_variant_can_be_built_and_every_task_makes_its_model() -> None:
     from unisono.methods.spec import build
 

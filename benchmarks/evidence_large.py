@@ -7,7 +7,7 @@ images: a ResNet of 0.7 M parameters on Fashion-MNIST, images moved and mirrored
 text3: a GPT of 2.7 M parameters on the same text, for CPUs.
 
     python benchmarks/evidence_large.py prepare --data DATA      # text.bin, images.npz: from WHEELS and FASHION
-    python benchmarks/evidence_large.py text25_128 --data DATA --workers 8 --minutes 8 --device cuda --jobs 6
+    python benchmarks/evidence_large.py text25 --data DATA --workers 8 --minutes 8 --device cuda --jobs 6
     python benchmarks/evidence_large.py draw --out large.jsonl   # the picture beside it: loss over bytes, all methods
 
 The second is called again until nothing is left: a line stands for each run that has ended; those that the time cut

@@ -1,8 +1,9 @@
 """Part of evidence.py: tasks of a size that means something, for a machine with a GPU, in pieces of some minutes.
 
-text25, text125: a GPT of 25 M parameters (one of 125 M) on the bytes of 52 MB of Python source and documentation,
-    64 sequences of 256 a step; judged by the loss on a hundredth of them.
+text25_128, text25, text125: a GPT of 25 M parameters (one of 125 M) on the bytes of 52 MB of Python source and
+    documentation, 128 (the others: 32) sequences of 256 a step; judged by the loss on a hundredth of them.
 images: a ResNet of 0.7 M parameters on Fashion-MNIST, images moved and mirrored; judged by accuracy on its test set.
+    Without Muon, which is for matrices.
 text3: a GPT of 2.7 M parameters on the same text, for CPUs.
 
     python benchmarks/evidence_large.py prepare --data DATA      # text.bin, images.npz: from WHEELS and FASHION
@@ -14,10 +15,10 @@ are made anew. A run is one process, whose threads are the ranks (evidence_ranks
 where ranks run. `--jobs` runs share the GPU.
 
 First the search, for a quarter of the steps and with a seed of its own: every variant at three learning rates, then,
-where it has an outer rate, at the best of these with two more outer rates. Then each at its best, over the seeds; the
-variants of FIRST before the others. The rate rises over the first twentieth of the steps and falls as a cosine to a
-tenth. A line has the held-out loss and the bytes that a rank had sent, at twenty places of the run: exchanges of
-`consolidate` for that are not counted.
+where it has an outer rate, at the best of these with two more outer rates; beyond the edge where the best one is there.
+Then each at its best, over the seeds; the variants of FIRST before the others. The rate rises over the first twentieth
+of the steps and falls as a cosine to a tenth. A line has the held-out loss and the bytes that a rank had sent, at
+twenty places of the run, at the ends of rounds: exchanges of `consolidate` for that are not counted.
 
 A course in time is predicted: what the steps took where a worker had the device to itself (`step_s`), and the bytes at
 the speed of the link, one after the other: methods that send behind the program are better than that.
@@ -44,13 +45,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from evidence_large_results import TITLES, chosen, draw, searched, sizes, tell
-from evidence_large_tasks import FASHION, TASKS, VARIANTS, Large, draw_moves, left, prepare
+from evidence_large_tasks import FASHION, TASKS, VARIANTS, Large, draw_moves, find_places, left, prepare, variants_of
 from evidence_rules import read
 from evidence_tasks import ADAM, MUON, SGD, TUNED, Data, Run, append, sent
 from measure import finish
-
-PLACES = 20  # of a run, where it is judged
-
 
 # A run, in one process --------------------------------------------------------------------------------------
 
@@ -108,9 +106,8 @@ def learn(run: Run, world: Any, data: Data, ranks: Any, body: Any, until: float)
     replica: Any = un.parallel(model, optimizers, run.variant.told(run.steps), world=world)
     shard = un.shard(data.train, batch_size=task.batch, seed=run.seed, name=run.key, world=world)
     course: list[list[float]] = []  # step, loss, accuracy, bytes
-    places = sorted({max(1, round(run.steps * i / PLACES)) for i in range(1, PLACES + 1)})
     batches, at, nbytes = chain.from_iterable(repeat(shard)), 0, 0.0
-    for place in places:
+    for place in find_places(run.steps):
         start = time.perf_counter()
         for step, batch in enumerate(islice(batches, place - at), at):
             if run.task == "images":
@@ -339,7 +336,7 @@ def main() -> None:
     parser.add_argument("what", choices=("prepare", "draw", *TASKS))
     parser.add_argument("--data", type=Path, default=Path("data"), help="the folder of wheels, text.bin and images.npz")
     parser.add_argument("--fashion", type=Path, default=FASHION, help=f"Fashion-MNIST's files (default {FASHION})")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run (default: by the task)")
@@ -357,6 +354,7 @@ def main() -> None:
         draw_all(lines, asked)
         return
     task, steps = asked.what, asked.steps or TASKS[asked.what].steps
+    asked.variants = asked.variants or variants_of(task)
     todo = make_all(asked, steps, begin_session(asked.out, task))
     lines = read([asked.out])
     made = {line["key"]: line for line in lines if line["kind"] == "run"}

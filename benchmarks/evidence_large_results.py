@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evidence_large_tasks import OUTERS, RATES, TASKS, VARIANTS, best, search
+from evidence_large_tasks import LOWER, OUTERS, RATES, ROUND, TASKS, VARIANTS, best, search
 from evidence_rules import DIVERGED, HOLDS, NOT, PART
 from evidence_tasks import TUNED, Run
 
@@ -22,7 +22,8 @@ LINKS = (100.0, 1000.0, 10_000.0)  # Mbit/s
 MARGINS = {"text": (0.01, 0.03), "digits": (0.005, 0.015)}  # holds, in part: of the loss; points of accuracy
 PICTURE = "evidence_large.png"  # beside the page
 TITLES = {
-    "text25": "A GPT of 25.6 million parameters",
+    "text25_128": "A GPT of 25.6 million parameters, 128 sequences per step",
+    "text25": "A GPT of 25.6 million parameters, 32 sequences per step",
     "text125": "A GPT of 126 million parameters",
     "images": "A ResNet on Fashion-MNIST",
     "text3": "A GPT of 2.8 million parameters",
@@ -103,10 +104,11 @@ def tell(found: dict[str, list[Any]], compute_s: float) -> dict[str, Any]:
 
 NO_MORE = """**These are runs of the search alone**: {steps} steps, a quarter of {whole}, and one seed for all but exact
 training. The longer runs have not been made, so no claim is judged. The search is not complete either: outer rates were
-tried for {outer}, and 0.1 times the learning rate for none. After {steps} steps
-a method that exchanges every 30 has done so {times} times. Muon and AdamW learn differently from a sample, and exact
-Muon was not run: what `muloco` has lost by its exchange cannot be seen here.
+tried for {outer}, and 0.1 times the learning rate for {lower}. After {steps} steps
+a method that exchanges every 30 has done so {times} times.{muon}
 """
+NO_MUON = """ Muon and AdamW learn differently from a sample,
+and exact Muon was not run: what `muloco` has lost by its exchange cannot be seen here."""
 
 
 def sizes(lines: Sequence[dict[str, Any]]) -> list[tuple[str, int, int, dict[str, Reached]]]:
@@ -126,12 +128,12 @@ HEAD = """## At a larger size
 The same methods on larger tasks, each at its own best learning rate: `benchmarks/evidence_large.py`, on one GPU.
 
 - **Tasks**: a GPT (blocks of GPT-2 with heads of 64, without biases) on the bytes of 52 MB of Python source and
-  documentation, from four wheels of fixed versions; {batch} sequences of 256 bytes per step, all workers together; the
-  held-out loss in nats per byte.{images}
+  documentation, from four wheels of fixed versions, in sequences of 256 bytes; the held-out loss in nats per byte.
+  Each step's sequences are of all workers together.{images}
 - **Rates**: the optimizer is AdamW unless the table says otherwise. Every method has the best of three learning rates
   (0.3, 1 and 3 times a common one; also 0.1 times where 0.3 is the best), and then of three outer rates where it has
-  one, by the same search over a quarter of the steps with a seed of its own. The rate rises over 5 % of the steps and
-  falls to a tenth as a cosine.
+  one (also 1.5 and 2.2 where the highest is the best), by the same search over a quarter of the steps with a seed of
+  its own. The rate rises over 5 % of the steps and falls to a tenth as a cosine.
 - **Workers** are threads that share the GPU, with all of unisono between them: what is learned does not depend on where
   they run. Parameters and exchanges are float32, activations bfloat16.
 - **Worse than exact**: the mean loss over that of exact AdamW at equal samples, minus 1 (images: points of accuracy).
@@ -151,18 +153,23 @@ def section(lines: Sequence[dict[str, Any]]) -> str:
     alone = {(x["task"], x["workers"]): x["step_s"] for x in lines if x["kind"] == "compute"}
     compute = ", ".join(f"{1e3 * seconds:.1f} ms per step on {task}" for (task, _), seconds in sorted(alone.items()))
     pictured = IMAGES.format(batch=TASKS["images"].batch) if any(x.get("task") == "images" for x in lines) else ""
-    parts = [HEAD.format(batch=TASKS["text25"].batch, images=pictured, compute=compute)]
+    parts = [HEAD.format(images=pictured, compute=compute)]
     every = [one if "adam" in one[3] else searched(one[0], one[1], lines) for one in sizes(lines)]
     for task, workers, steps, found in every:
         if "adam" in found:
             parts.append(f"### {TITLES[task]}, {workers} workers\n")
             is_whole = steps >= TASKS[task].steps
             if not is_whole:
-                outer = " and ".join(f"`{name}`" for name, one in found.items() if tried_outer(one, lines))
-                whole = f"{TASKS[task].steps:,}"
-                parts.append(NO_MORE.format(steps=steps, whole=whole, outer=outer or "none", times=steps // 30))
+                tried = [
+                    " and ".join(f"`{name}`" for name, one in found.items() if tried_more(one, field, lines)) or "none"
+                    for field in ("outer", "lr")
+                ]
+                said = {"steps": steps, "whole": f"{TASKS[task].steps:,}", "times": steps // ROUND}
+                muon = NO_MUON if "muloco" in found and "muon" not in found else ""
+                parts.append(NO_MORE.format(outer=tried[0], lower=tried[1], muon=muon, **said))
             if (task, workers) == every[0][:2]:
                 parts.append(f"![Loss over the megabytes that a worker has sent, by method]({PICTURE})\n")
+            if TASKS[task].like == "text":
                 parts += [*tell_claims(found, is_whole), ""]
             samples = f"{steps:,} steps of {TASKS[task].batch} samples"
             parts += [f"{samples}, {found['adam'].lines[0]['parameters'] / 1e6:.1f} million parameters.\n"]
@@ -186,13 +193,14 @@ def searched(task: str, workers: int, lines: Sequence[dict[str, Any]]) -> tuple[
     return task, workers, steps, found
 
 
-def tried_outer(ours: Reached, lines: Sequence[dict[str, Any]]) -> bool:
-    """Whether more than one outer rate was tried."""
-    variant = ours.lines[0]["variant"]
-    last = ours.lines[-1]
-    others = [variant._replace(outer=outer) for outer in OUTERS if outer != variant.outer]
+def tried_more(ours: Reached, field: str, lines: Sequence[dict[str, Any]]) -> bool:
+    """Whether more than one outer rate was tried (`outer`), or the lowest learning rate (`lr`)."""
+    variant, last = ours.lines[0]["variant"], ours.lines[-1]
+    others = [VARIANTS[ours.name].at(LOWER)]
+    if field == "outer":
+        others = [variant._replace(outer=outer) for outer in OUTERS if variant.outer not in (0.0, outer)]
     keys = {Run(last["task"], other, TUNED, last["steps"], last["workers"]).key for other in others}
-    return bool(variant.outer) and any(line.get("key") in keys for line in lines)
+    return any(line.get("key") in keys for line in lines)
 
 
 def tell_claims(found: dict[str, Reached], is_whole: bool) -> list[str]:
@@ -212,6 +220,9 @@ def tell_claims(found: dict[str, Reached], is_whole: bool) -> list[str]:
         holds = worse <= max(0.0, theirs.spread() / theirs.mean())
         verdict = f"**{HOLDS if holds else NOT}**" if is_whole else "so it is so far" if holds else "not so far"
         told.append(f"- `muloco` is not worse than `diloco`: {verdict} ({100 * worse:+.2f} %).")
+    if {"muloco", "muon"} <= found.keys():
+        lost = found["muloco"].mean() / found["muon"].mean() - 1
+        told.append(f"- What `muloco` loses by its exchange, beside exact Muon (`muon`): {100 * lost:+.2f} %.")
     return told
 
 

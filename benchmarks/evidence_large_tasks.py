@@ -22,8 +22,9 @@ TEXT_SHA256 = "4ee80e076e236f0c47e418e8ec690b55da4fe8bdd486b79d46da16dd59186473"
 KINDS = (".py", ".rst", ".txt", ".md", ".html", ".yml")
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the samples, of which exact training's curve has points
-CURVED = ("text25",)  # tasks of which there is such a curve
-RATES, LOWER, OUTERS = (0.3, 1.0, 3.0), 0.1, (0.4, 0.7, 1.0)
+CURVED = ("text25_128", "text25")  # tasks of which there is such a curve; the last counts
+PLACES, ROUND = 20, 30  # of a run, where it is judged; steps from one exchange of most local methods to the next
+RATES, LOWER, OUTERS, HIGHER = (0.3, 1.0, 3.0), 0.1, (0.4, 0.7, 1.0), (1.5, 2.2)
 LENGTH = 256
 
 
@@ -44,10 +45,11 @@ class Large(NamedTuple):
         return F.cross_entropy(*self.score(model, *batch))
 
 
-FIRST = ("adam", "sparseloco", "diloco", "muloco")  # of which all is made before the others
+FIRST = ("adam", "sparseloco", "diloco", "muloco", "muon")  # of which all is made before the others
 VARIANTS = {
     "allreduce": Variant("allreduce"),
     "adam": Variant("allreduce", adam=True),
+    "muon": Variant("allreduce", muon=True),
     "bf16": Variant("bf16", adam=True),
     "bytegrad": Variant("bytegrad", adam=True),
     "fp8": Variant("fp8", adam=True),
@@ -264,6 +266,7 @@ def draw_moves(n: int, seed: int) -> Any:
 
 TASKS = {
     "text3": Large("text", 300, 16, 1e-3, 0.2, partial(gpt, 192, 6, 64), score_text),
+    "text25_128": Large("text", 2040, 128, 1e-3, 0.2, partial(gpt, 512, 8, 512), score_text),
     "text25": Large("text", 2000, 32, 1e-3, 0.2, partial(gpt, 512, 8, 512), score_text),
     "text125": Large("text", 2000, 32, 6e-4, 0.2, partial(gpt, 896, 13, 512), score_text),
     "images": Large("digits", 2000, 256, 1e-3, 0.1, images, score_images),
@@ -275,9 +278,22 @@ for _name, _task in TASKS.items():
 # What there is to do -----------------------------------------------------------------------------------------
 
 
+def variants_of(task: str) -> list[str]:
+    """Muon steps matrices, of which a network of convolutions has one."""
+    return [name for name, variant in VARIANTS.items() if not (variant.muon and TASKS[task].like == "digits")]
+
+
+def find_places(steps: int) -> list[int]:
+    """The steps after which a run is judged: at the ends of rounds if it has more of these than places."""
+    unit = ROUND if steps > PLACES * ROUND else 1
+    found = (unit * round(steps * i / PLACES / unit) for i in range(1, PLACES))
+    return sorted({steps, *(min(steps, max(1, place)) for place in found)})
+
+
 def search(task: str, name: str, steps: int, workers: int, lines: dict[str, Any]) -> tuple[list[Run], list[Run]]:
     """The runs of a variant's search that are known so far, a quarter of the steps each: all, and those still to be
-    made. Where the lowest learning rate is the best, one below it is tried too; outer rates are tried at the best."""
+    made. Where the lowest learning rate is the best, one below it is tried too; outer rates are tried at the best, and
+    those above them while the highest is the best."""
     variant, count = VARIANTS[name], max(1, steps // 4)
     runs = [Run(task, variant.at(rate), TUNED, count, workers) for rate in RATES]
     if (found := best(runs, lines)) is not None and found.lr == variant.at(min(RATES)).lr:
@@ -285,6 +301,9 @@ def search(task: str, name: str, steps: int, workers: int, lines: dict[str, Any]
     if variant.outer and (found := best(runs, lines)) is not None:
         others = [found._replace(outer=outer) for outer in OUTERS if outer != variant.outer]
         runs += [Run(task, other, TUNED, count, workers) for other in others]
+        for last, higher in itertools.pairwise((max(OUTERS), *HIGHER)):
+            if (found := best(runs, lines)) is not None and found.outer == last:
+                runs.append(Run(task, found._replace(outer=higher), TUNED, count, workers))
     return runs, [run for run in runs if run.key not in lines]
 
 

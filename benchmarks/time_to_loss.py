@@ -48,6 +48,8 @@ METHODS = {
         "diloco(every=8, outer_lr=1.0, outer_momentum=0.5, reducer=topk(chunk=4096, k=256, bits=4))", 1e-3
     ),
     "sparseloco_8": Method("sparseloco(every=8, k=256, bits=4)", 1e-3),
+    # its outer rate was tried at 1, 1.2 and 1.5; torch_powersgd_r4 also with a rate of 7e-4
+    "sparseloco_8_outer": Method("sparseloco(every=8, k=64, chunk=1024, bits=2, outer_lr=1.5)", 1e-3),
     "local_sgd_8_topk": Method("local_sgd(every=8, start=0, reducer=topk(chunk=4096, k=512, bits=4))", 1e-3),
 }
 DEFAULT = (
@@ -59,6 +61,7 @@ DEFAULT = (
     "local_sgd_8_powersgd_r8",
     "local_sgd_8_topk",
     "sparseloco_8",
+    "sparseloco_8_outer",
 )
 
 

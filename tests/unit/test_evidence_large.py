@@ -81,6 +81,14 @@ def test_bytes_are_those_of_training_alone(task: str, tmp_path: Path) -> None:
     assert [row[0] for row in found["course"]] == list(range(1, STEPS + 1))
 
 
+def test_long_runs_are_judged_when_local_methods_have_just_met() -> None:
+    places = made.find_places(2040)
+    assert len(places) == made.PLACES
+    assert places[-1] == 2040
+    assert not any(place % 30 for place in places)
+    assert made.find_places(8) == list(range(1, 9))
+
+
 def test_a_search_is_judged_at_its_end_alone_and_a_run_ends_when_the_time_is_over(task: str, tmp_path: Path) -> None:
     run = large.Run(task, large.VARIANTS["adam"], tasks.TUNED, STEPS, 2)
     assert [row[0] for row in run_whole(run, tmp_path)["course"]] == [STEPS]
@@ -101,29 +109,39 @@ def test_each_variant_is_searched_first_and_then_run_at_its_best() -> None:
     lines: dict[str, dict[str, float]] = {}
 
     def make(count: int) -> list[Any]:
-        todo = made.left("text25", names, 2, 2000, 8, lines)
+        todo = made.left("text25_128", names, 2, 2040, 8, lines)
         assert len(todo) == count
         lines.update({run.key: {"loss": abs(run.share - 3) + abs(run.variant.outer - 0.4)} for run in todo})
         return todo
 
     todo = make(3 * len(made.RATES))
-    assert {(run.seed, run.steps, run.workers) for run in todo} == {(tasks.TUNED, 500, 8)}
+    assert {(run.seed, run.steps, run.workers) for run in todo} == {(tasks.TUNED, 510, 8)}
     assert "topk" in todo[-1].variant.spec, "what comes first is made before the others"
     todo = make(2 + 2 + 6 + 2)
-    assert [(run.variant.told(2000), run.share, run.seed, run.steps) for run in todo] == [
-        *((f"diloco(every=30, outer_lr={outer})", 3.0, tasks.TUNED, 500) for outer in (0.4, 1.0)),
-        *(("allreduce", 3.0, seed, 2000) for seed in (0, 1)),
-        *(("allreduce", 3.0, seed, steps) for seed in (0, 1) for steps in (500, 1000, 1500)),
-        *(("warmup(topk(k=0.01), steps=200)", 3.0, seed, 2000) for seed in (0, 1)),
+    assert [(run.variant.told(2040), run.share, run.seed, run.steps) for run in todo] == [
+        *((f"diloco(every=30, outer_lr={outer})", 3.0, tasks.TUNED, 510) for outer in (0.4, 1.0)),
+        *(("allreduce", 3.0, seed, 2040) for seed in (0, 1)),
+        *(("allreduce", 3.0, seed, steps) for seed in (0, 1) for steps in (510, 1020, 1530)),
+        *(("warmup(topk(k=0.01), steps=204)", 3.0, seed, 2040) for seed in (0, 1)),
     ]
     todo = make(2)
-    assert [(run.variant.told(2000), run.seed) for run in todo] == [
+    assert [(run.variant.told(2040), run.seed) for run in todo] == [
         ("diloco(every=30, outer_lr=0.4)", seed) for seed in (0, 1)
     ]
     make(0)
-    assert {name: len(each) for name, each in results.chosen("text25", names, 2000, 8, lines).items()} == dict.fromkeys(
-        names, 2
-    )
+    assert {
+        name: len(each) for name, each in results.chosen("text25_128", names, 2040, 8, lines).items()
+    } == dict.fromkeys(names, 2)
+
+
+def test_a_search_goes_on_above_the_highest_outer_rate_while_it_is_the_best() -> None:
+    lines: dict[str, dict[str, float]] = {}
+    tried = []
+    while todo := made.search("text25_128", "sparseloco", 2040, 8, lines)[1]:
+        tried += [run.variant.outer for run in todo]
+        lines.update({run.key: {"loss": 1 + abs(run.variant.outer - 1.4) + abs(run.share - 1)} for run in todo})
+    assert tried == [1.0, 1.0, 1.0, 0.4, 0.7, 1.5, 2.2]
+    assert made.best(made.search("text25_128", "sparseloco", 2040, 8, lines)[0], lines).outer == 1.5
 
 
 def test_every_variant_can_be_built_and_every_task_makes_its_model() -> None:
@@ -132,6 +150,8 @@ def test_every_variant_can_be_built_and_every_task_makes_its_model() -> None:
     for variant in large.VARIANTS.values():
         build(variant.told(2000), kind="strategy")
     assert set(large.TASKS) == set(tasks.LIKE)
+    assert {"muon", "muloco"} & {*made.variants_of("text25_128")} == {"muon", "muloco"}
+    assert not any(large.VARIANTS[name].muon for name in made.variants_of("images"))
     resnet = made.make_resnet()
     assert resnet(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     with torch.device("meta"):
@@ -261,15 +281,15 @@ def test_fashions_files_are_read(tmp_path: Path) -> None:
 def make_lines(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
     """What a file has, of runs whose learning rate makes no difference; exact training with fewer samples is worse."""
     lines: dict[str, dict[str, Any]] = {}
-    while todo := made.left("text25", list(losses), 3, 2000, 8, lines):
+    while todo := made.left("text25_128", list(losses), 3, 2040, 8, lines):
         for run in todo:
             name = next(name for name in losses if made.VARIANTS[name].spec == run.variant.spec)
-            loss = losses[name][run.seed % 3] * (2000 / run.steps) ** 0.1 + 0.01 * (run.share != 1)
+            loss = losses[name][run.seed % 3] * (2040 / run.steps) ** 0.1 + 0.01 * (run.share != 1)
             course = [[run.steps // 2, 2 * loss, 0.5, 5e8], [run.steps, loss, 0.5, 1e9 if name == "adam" else 1e7]]
             lines[run.key] = {
                 "kind": "run",
                 "key": run.key,
-                "task": "text25",
+                "task": "text25_128",
                 "workers": 8,
                 "spec": "",
                 "bytes": course[1][3],
@@ -277,7 +297,14 @@ def make_lines(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
             lines[run.key] |= {"seed": run.seed, "steps": run.steps, "loss": loss, "course": course}
             lines[run.key] |= {"session": "now", "accuracy": 0.5, "parameters": 25_600_000}
     start = {"kind": "session", "session": "now", "date": "2026-11-19", "torch": "2.11", "python": "3.12"}
-    alone = {"kind": "compute", "key": "text25 | x", "task": "text25", "workers": 8, "step_s": 0.004, "session": "now"}
+    alone = {
+        "kind": "compute",
+        "key": "text25_128 | x",
+        "task": "text25_128",
+        "workers": 8,
+        "step_s": 0.004,
+        "session": "now",
+    }
     return [start, alone, *lines.values()]
 
 
@@ -301,7 +328,7 @@ def test_the_planner_learns_from_the_large_runs() -> None:
     )
     found = {variant.spec: one for variant, one in learning.judge_large(lines)}
     assert found["warmup(topk(k=0.01), steps={tenth})"].share == pytest.approx(0.75, abs=1e-6)
-    assert found["bf16"][:4] == (1.0, 1.0, 1.0, "text25")
+    assert found["bf16"][:4] == (1.0, 1.0, 1.0, "text25_128")
     rows = learning.make_file([], [], lines)
-    assert '"task": "text25", "seeds": 3' in rows
+    assert '"task": "text25_128", "seeds": 3' in rows
     assert "allreduce(reducer=warmup(inner=topk))" in rows

@@ -149,7 +149,8 @@ def test_whole_numbers_of_any_width_come_back_from_their_bits(width: int) -> Non
 
 
 @pytest.mark.parametrize("kept", [1, 5, 15])
-def test_the_largest_of_rows_are_those_of_a_stable_sort(kept: int) -> None:
+def test_the_largest_of_rows_are_those_of_a_stable_sort(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.methods.kernels.select._CHUNK", 50)  # several blocks of rows
     rows = torch.randint(-3, 4, (40, 16), generator=torch.Generator().manual_seed(kept)).float()
     rows[0, 3], rows[1, 4], rows[2] = math.nan, -math.inf, 0.0
     sizes = rows.abs().nan_to_num(math.inf, math.inf).numpy()

@@ -230,7 +230,11 @@ def _find_largest(keys: Ints, count: int) -> Ints:
 
 def find_largest_of_rows(rows: Tensor, count: int) -> Ints:
     """The places in each row of its `count` largest magnitudes, ascending, row by row: quicker than `torch.topk`,
-    as numpy's partition uses the processor's wide registers."""
+    as numpy's partition uses the processor's wide registers, on rows that stay in the cache."""
+    return np.concatenate([_find_in_rows(some, count) for some in rows.split(max(1, _CHUNK // rows.shape[1]))])
+
+
+def _find_in_rows(rows: Tensor, count: int) -> Ints:
     keys, width = _read_keys(rows), rows.shape[1]
     least = np.partition(keys, width - count, axis=1)[:, width - count, None]
     chosen = keys >= least

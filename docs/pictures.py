@@ -27,6 +27,7 @@ RACERS = {
     "local_sgd_8_topk": ("local_sgd(8) with topk", "#3b82c4"),
     "local_sgd_8_powersgd_r8": ("local_sgd(8) with powersgd(8)", "#3b82c4"),
     "sparseloco_8": ("sparseloco(8)", "#3b82c4"),
+    "sparseloco_8_outer": ("sparseloco(8, outer_lr=1.5)", "#3b82c4"),
 }
 
 

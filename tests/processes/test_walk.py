@@ -71,6 +71,7 @@ NOTES = {  # they move nothing
     },
     "world/batch_weights.py": {"weight"},
     "methods/strategy/mistakes.py": {"is_looking"},  # zero has compared enough
+    "methods/strategy/watches.py": {"<genexpr>", "_count_params", "refuse"},  # whether there are late parameters
     "predict/costs/network.py": {"all_reduce_bytes"},  # for the ledger
     "methods/exchange/noise_scale.py": {"end_window", "is_due"},  # one window in 16 is looked at
 }

@@ -217,7 +217,7 @@ def _open(*, keep: bool) -> ctypes.CDLL:
         processor = str(sorted({line for line in lines if line.startswith(("flags", "Features", "model", "CPU p"))}))
     made_of = (SOURCE.read_bytes(), _FLAGS, compiler, platform.libc_ver(), platform.machine(), processor)
     name = f"adam-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    folder = _find_folder()
+    folder = _find_folder(make=keep)
     if folder is not None and _is_mine(folder / name):
         with suppress(OSError):  # what is no library is made anew
             return ctypes.CDLL(str(folder / name))
@@ -233,12 +233,13 @@ def _open(*, keep: bool) -> ctypes.CDLL:
     return library
 
 
-def _find_folder() -> Path | None:
+def _find_folder(*, make: bool) -> Path | None:
     """The user's cache, for code that is run later; None where there is none that only this user can write to."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
         folder = (cache if cache.is_absolute() else Path.home() / ".cache") / "unisono"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if make:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # RuntimeError: nobody knows a home
         return None
     return folder if _is_mine(folder) and os.access(folder, os.W_OK | os.X_OK) else None

@@ -4,6 +4,7 @@ part of it once, and the program is the one that trains on one process."""
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -359,22 +360,38 @@ def test_a_program_that_fails_before_its_first_step_ends_the_run() -> None:
 # The trainer ---------------------------------------------------------------------------------------------------
 
 
-def fit(folder: str) -> dict[str, Any]:
+def fit(folder: str, kills: str = "") -> dict[str, Any]:
+    """`kills`: pairs of a rank and a step; after that step it is lost in the middle of the trainer's evaluation."""
     world = un.join(device="cpu")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    saves = {"checkpoint": folder, "resume": False, "background": False}  # a kill in a save falls into no evaluation
-    trainer = un.Trainer(model, optimizer, loss=nn.MSELoss(), progress=False, **saves)
+    trainer = un.Trainer(model, optimizer, loss=nn.MSELoss(), checkpoint=folder, resume=False, progress=False)
+    batches = 0
+
+    def lose(*_: Any) -> None:
+        nonlocal batches
+        batches = 0 if model.training else batches + 1
+        told = f"{world.rank}@{trainer.replica.step}"
+        if batches == 3 and told in kills.split() and not Path(f"{folder} {told}").exists():
+            Path(f"{folder} {told}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.register_forward_pre_hook(lose)
     x, y, _ = read()
     history = trainer.fit((x, y), epochs=EPOCHS, batch_size=BATCH, validation=(x, y))
     return {"state": model.state_dict(), "val_loss": history["val_loss"], "size": world.size}
 
 
-def test_the_trainer_goes_on(tmp_path: Path) -> None:
-    plain = un.launch(fit, workers=2, args=(str(tmp_path / "a"),), threads=1, timeout_s=120)
-    script = "kill 1@4; kill 0@10 in save; kill 1@15 in forward"
-    killed = un.launch(fit, workers=2, args=(str(tmp_path / "b"),), faults=script, least=2, threads=1, timeout_s=120)
+@pytest.mark.parametrize(
+    ("faults", "kills"), [("kill 1@4; kill 1@9 in forward; kill 0@10 in save", ""), (None, "0@6 1@18")]
+)
+def test_the_trainer_goes_on(tmp_path: Path, faults: str | None, kills: str) -> None:
+    def start(name: str, *args: Any, **how: Any) -> list[Any]:
+        return un.launch(fit, workers=2, args=(str(tmp_path / name), *args), threads=1, timeout_s=120, **how)
+
+    plain, killed = start("a"), start("b", kills, faults=faults, least=2)
+    assert len(list(tmp_path.glob("b *"))) == len(kills.split())
     for result in killed:
         for name, value in plain[0]["state"].items():
             torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-12)

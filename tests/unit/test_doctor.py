@@ -188,7 +188,7 @@ def test_what_steps_adam_on_the_host_is_told_and_nothing_is_left(
     monkeypatch.setattr(native, "_compile", lambda command: shutil.copy(sys.executable, command[-1]))
     found = one(transports.check_host_step())
     assert (found.state, "does not work here" in found.text) == ("warn", True)
-    assert not list((tmp_path / "unisono").iterdir())
+    assert not list(tmp_path.iterdir())
     monkeypatch.setenv("UNISONO_COMPILED_STEP", "0")
     found = one(transports.check_host_step())
     assert (found.state, "UNISONO_COMPILED_STEP=0" in found.text) == ("ok", True)

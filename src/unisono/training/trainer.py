@@ -191,16 +191,35 @@ class Trainer:
         """The loss and the metrics over all samples of `data`, each counted once, whatever the world's size.
 
         If the ranks' models differ, it is the one that they agree on (`replica.consolidate()`). If the trainer keeps an
-        average of the weights, it is evaluated.
+        average of the weights, it is evaluated. If ranks come or go meanwhile, all evaluate again.
         """
-        if self.average is None:
-            return self._evaluate(self.replica.consolidate(), data, batch_size)
-        with self.average.applied() as model:
-            return self._evaluate(model, data, batch_size)
+        while True:
+            world = self._count_world()
+            if self.average is None:
+                sums = self._evaluate(self.replica.consolidate(), data, batch_size)
+            else:
+                with self.average.applied() as model:
+                    sums = self._evaluate(model, data, batch_size)
+            whole = self.world.all_reduce(torch.cat([sums, world]), "sum", tag="metrics").wait()
+            counted, told = whole[: len(sums)], whole[len(sums) :].tolist()
+            elastic = self.world.elastic
+            # In the rest of a step that was given up ranks answer for themselves alone. And iterating over a shard of
+            # the program's begins another pass, which a rank that has come is not in.
+            if elastic is None or elastic.is_repeating or isinstance(data, Shard) or _were_in_one_world(*told):
+                return self._compute_means(counted)
 
     # Inside ----------------------------------------------------------------------------------------------
 
-    def _evaluate(self, model: nn.Module, data: Any, batch_size: int) -> Logs:
+    def _count_world(self) -> Tensor:
+        """What `_were_in_one_world` is told, summed over the ranks; nothing where no rank comes or goes."""
+        numbers: list[int] = []
+        if self.world.elastic is not None:
+            generation = self.world.elastic.membership.generation
+            numbers = [1, self.world.size, generation, generation**2]
+        return torch.tensor(numbers, dtype=torch.float64, device=self.world.device)
+
+    def _evaluate(self, model: nn.Module, data: Any, batch_size: int) -> Tensor:
+        """The sums over this rank's samples."""
         sums = self._make_sums()
         training = model.training
         batches = data if isinstance(data, Shard) else self._shard_for_evaluation(data, batch_size)
@@ -210,7 +229,7 @@ class Trainer:
                 self._forward(model, batch, sums)
         finally:
             model.train(training)
-        return self._compute_means(self.world.all_reduce(sums, "sum", tag="metrics").wait())
+        return sums
 
     def _shard_for_evaluation(self, data: Any, batch_size: int) -> Shard:
         """A shard that is not registered in the world: checkpoints leave it out, and it is never the one trained on."""
@@ -420,6 +439,12 @@ class Trainer:
         unknown = math.nan if extra["sums"]["samples"] else 0.0  # of a metric that is new, in an epoch cut through
         counted = [extra["sums"].get(name, unknown) for name in self._sum_names]
         return sums.new_tensor(counted) if self.world.rank == 0 else sums
+
+
+def _were_in_one_world(ranks: float, sizes: float, generations: float, squares: float) -> bool:
+    """Whether all ranks began in one generation of the world, and none of it is missing. By sums, which are the same on
+    all ranks, also on those that come later."""
+    return sizes == ranks**2 and ranks * squares == generations**2
 
 
 SPLIT = ("compute", "communication", "waiting", "data")

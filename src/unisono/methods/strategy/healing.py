@@ -325,7 +325,10 @@ class Healing:
                 self.heal(is_open=is_open)
                 continue  # called again where some were not open: they come here next
             if self._is_late and not self._has_caught_up(shard):
-                shard.cut()
+                # What all calls before were answered for, all ranks do now: the trainer's evaluation, whose shard the
+                # world does not know.
+                if self.elastic.is_catching_up or shard.name in self.world.shards:
+                    shard.cut()
                 return
             if self._is_moved and shard.name in self._positions:  # it may have been in an earlier pass
                 shard.move_to(*self._positions[shard.name])

@@ -327,7 +327,7 @@ class Healing:
             if self._is_late and not self._has_caught_up(shard):
                 # What all calls before were answered for, all ranks do now: the trainer's evaluation, whose shard the
                 # world does not know.
-                if self.elastic.is_catching_up or shard.name in self.world.shards:
+                if self.elastic.is_catching_up or self.world.shards.get(shard.name) is shard:
                     shard.cut()
                 return
             if self._is_moved and shard.name in self._positions:  # it may have been in an earlier pass

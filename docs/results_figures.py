@@ -218,6 +218,18 @@ SECTIONS = (
         ),
     ),
     Section(
+        "The optimizer's step on the host",
+        "`benchmarks/host_step.py`: AdamW on 8 M parameters with fp32 state, gradients and new values in bf16; the "
+        "time of torch's fused kernel over that of our compiled step, which gives the same bits.",
+        ("host_step",),
+        (
+            faster(r"tiles_over_compiled_(\d)", "in tiles, threads: {}"),
+            faster(r"tiles_over_compiled_copy_(\d)", "in tiles, into a second copy of the state, threads: {}"),
+            faster(r"whole_over_compiled_(\d)", "over the whole at once, threads: {}"),
+            shown(r"compiled_mparam_s_(\d)", "million parameters per second, threads: {}", ""),
+        ),
+    ),
+    Section(
         "State on disk",
         "`benchmarks/disk.py`: bytes per second of an optimizer step whose state is on disk, over those of plain "
         "reading and writing.",

@@ -34,7 +34,7 @@ import evidence_tasks
 from evidence_claims import ROWS, TWO_HOSTS, VARIANTS, links_of, of_row, variants_of
 from evidence_page import PAGE, write_page
 from evidence_rules import Results, read, verdict
-from evidence_tasks import RATES, STEPS, TRAINED, TUNED, WORKERS, Run, append
+from evidence_tasks import ALONE_ON, FINE, RATES, STEPS, TRAINED, TUNED, WORKERS, Run, append
 from measure import finish
 
 RESULTS = Path(__file__).parent / "results" / "evidence.jsonl"
@@ -71,16 +71,17 @@ def bundles(
         for task in ROWS[method].tasks:
             found |= dict.fromkeys((name, task) for name in variants_of(method, task))
     made: dict[str, Run] = {}
-    grouped: dict[str, list[Run]] = {}
+    grouped: dict[tuple[str, bool], list[Run]] = {}
     for name, task in found:
         count = min(steps or STEPS[task], STEPS[task]) if task not in TRAINED else steps or STEPS[task]
         if tune:
-            runs = [Run(task, VARIANTS[name].at(rate), TUNED, count) for rate in RATES if task in TRAINED]
+            rates = (FINE if task in ALONE_ON else RATES) if task in TRAINED else ()
+            runs = [Run(task, VARIANTS[name].at(rate), TUNED, count) for rate in rates]
         else:
             runs = [Run(task, VARIANTS[name], seed, count) for seed in range(seeds)]
         kept = {run.key: run for run in runs if run.key not in done and run.key not in made}
         made |= kept
-        grouped.setdefault("" if together else name, []).extend(kept.values())
+        grouped.setdefault(("" if together else name, task in ALONE_ON), []).extend(kept.values())
     return sorted((Bundle(runs) for runs in grouped.values() if runs), key=lambda b: -len(b.runs))
 
 
@@ -108,8 +109,8 @@ def run_bundle(bundle: Bundle, path: str, session: str) -> str:
     while left:
         given = (left, path, session)
         why = attempt(lambda given=given: un.launch(
-            evidence_tasks.work, workers=WORKERS, args=given, threads=1, output="rank0",
-            timeout_s=TIMEOUT_S * (1 + len(given[0])),
+            evidence_tasks.work, workers=1 if given[0][0].task in ALONE_ON else WORKERS, args=given, threads=1,
+            output="rank0", timeout_s=sum(TIMEOUT_S * (1 + run.steps / 240) for run in given[0]),
         ))  # fmt: skip
         done = {line["key"] for line in read([Path(path)]) if line["kind"] == "run"}
         left = [run for run in left if run.key not in done]
@@ -224,7 +225,8 @@ def best_rates(methods: list[str], results: Results, steps: int | None) -> dict[
     found = {}
     named = {(name, task): None for m in methods for task in ROWS[m].tasks for name in variants_of(m, task)}
     for name, task in named:
-        lines = {r: results.runs.get(Run(task, VARIANTS[name].at(r), TUNED, steps or STEPS[task]).key) for r in RATES}
+        rates = FINE if task in ALONE_ON else RATES
+        lines = {r: results.runs.get(Run(task, VARIANTS[name].at(r), TUNED, steps or STEPS[task]).key) for r in rates}
         losses = {rate: line["loss"] for rate, line in lines.items() if line and line.get("loss") is not None}
         if losses:
             found[name, task] = min(losses, key=losses.__getitem__)

@@ -20,6 +20,7 @@ from evidence_rules import (
     at_most,
     at_the_bound,
     better,
+    close,
     equal,
     faster,
     fewer_bytes,
@@ -41,6 +42,15 @@ STALE = (1.0, 0.5, 1.0)  # late pushes act as momentum: at the text's own rate t
 SEARCHED_ADAM = (3.0, 3.0, 1.0)
 SEARCHED_SGD = (3.0, 1.0, 1.0)
 EACH = (0.25, 0.25, 0.25)  # each of the four workers steps with it in full, on a quarter of the batch
+
+OFF_DEVICE = {  # steps on the host, on the task `long`: what is set, and the learning rate that is best by `--tune`
+    "cpu": ("", 1.0),
+    "cpu_bf16": (", moments=bf16", 1.4),
+    "cpu_bf16_exact_lr": (", moments=bf16", 1.0),
+    "cpu_defer": (", unit_bytes=65536, defer=4, keep=0.05, delay_after={tenth}", 0.7),
+    "cpu_defer_keep": (", unit_bytes=65536, defer=4, keep=0.2, delay_after={tenth}", 0.7),  # that of cpu_defer
+    "cpu_delayed": (", delayed_update=True, delay_after={tenth}", 0.5),
+}
 
 VARIANTS = {
     "allreduce": Variant("allreduce"),
@@ -116,6 +126,10 @@ VARIANTS = {
     "zero_1": Variant("zero(stage=1)", adam=True),
     "zero_2": Variant("zero(stage=2)", adam=True),
     "zero_3": Variant("zero(stage=3)", adam=True),
+    **{
+        name: Variant(f"zero(stage=2, optimizer_on=cpu{more})", lr=(1.0, rate, 1.0), adam=True)
+        for name, (more, rate) in OFF_DEVICE.items()
+    },
     "sparseloco": Variant("sparseloco(every=20)", lr=SEARCHED_ADAM, adam=True),
     "sparseloco_8": Variant("sparseloco(every=20, k=512)", lr=SEARCHED_ADAM, adam=True),
     "async_diloco": Variant("async_diloco(every=20)", lr=(1.0, 3.0, 1.0), adam=True),  # that of diloco
@@ -533,9 +547,11 @@ ROWS = {
         "default they part slowly.",
     ),
     "zero": Row(
-        "Splitting state over N workers changes no result; stage 3 keeps 1/N of it all, and sends 1.5 times the bytes.",
-        "Rajbhandari et al. 2020, ZeRO, sections 5 and 7 (arXiv:1910.02054)",
-        ("adam", "zero_1", "zero_2", "zero_3", "muon", "zero_2_muon"),
+        "Splitting state over N workers changes no result; stage 3 keeps 1/N of it all, and sends 1.5 times the bytes. "
+        "Steps on the host may come one step late, or be put off but for a few parameters, at the same accuracy.",
+        "Rajbhandari et al. 2020, ZeRO, sections 5 and 7 (arXiv:1910.02054); Ren et al. 2021, ZeRO-Offload, section "
+        "5.2 (arXiv:2101.06840); Lan et al. 2025, ZenFlow, abstract (arXiv:2505.12242)",
+        ("adam", "zero_1", "zero_2", "zero_3", "muon", "zero_2_muon", *OFF_DEVICE),
         all_of(
             equal("zero_1", "adam", "text", 0.005),
             equal("zero_2", "adam", "text", 0.005),
@@ -545,7 +561,9 @@ ROWS = {
             less_kept("zero_3", "adam", 0.27),
             fewer_bytes("zero_2", "adam", 1.02),
             fewer_bytes("zero_3", "adam", 1.55),
+            *(close(name, "cpu", "long", 0.005) for name in OFF_DEVICE if name != "cpu"),
         ),
+        tasks=(*BOTH, "long"),
         links=("adam", "zero_2", "zero_3"),
         note="The 4 workers are on one host, where stages 1 and 2 have one model together and gather nothing: that is "
         "half of the bytes. Between hosts they send what `adam` sends, as the steps on links show.",
@@ -656,8 +674,9 @@ ONLY = {  # the variants that are run on other tasks than BOTH
     "noise": ("qsgd_4", "qsgd_8", "nuqsgd_4", "nuqsgd_2"),
     "slow": ("allreduce", "async_average", "server_64", "hogwild"),
     "sparse": ("allreduce", "hogwild"),
+    "long": tuple(OFF_DEVICE),
 }
-UNTRAINED = ("server_64",)  # on BOTH: for the task `slow` alone
+UNTRAINED = ("server_64", *OFF_DEVICE)  # on BOTH: for another task alone
 
 
 def variants_of(method: str, task: str) -> list[str]:

@@ -201,6 +201,19 @@ def better(a: str, b: str, *tasks: str) -> list[Check]:
     return [check(task) for task in tasks]
 
 
+def close(a: str, b: str, task: str, most: float) -> list[Check]:
+    """Stricter than `as_good`: neither spread counts. For runs with equal seeds."""
+
+    def judge(results: Results) -> Outcome:
+        x, y = results.badness(a, task), results.badness(b, task)
+        if x is None or y is None:
+            return Outcome(None, "not measured")
+        text = f"{told(results, a, task)} against {told(results, b, task)}, {100 * (x.mean / y.mean - 1):+.2f} %"
+        return Outcome(x.mean <= (1 + most) * y.mean, text)
+
+    return [Check(f"{task}: the loss of `{a}` is at most {100 * most:g} % above that of `{b}`", True, judge)]
+
+
 def equal(a: str, b: str, task: str, within: float) -> list[Check]:
     """The losses of every seed, to rounding."""
 

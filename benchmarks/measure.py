@@ -15,7 +15,12 @@ from typing import Any
 
 
 def interleaved(
-    sides: Mapping[str, Callable[[], Any]], *, repeats: int, warmup: int = 2, before: Callable[[], Any] | None = None
+    sides: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    warmup: int = 2,
+    before: Callable[[], Any] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Median seconds of each side, taken in turn; `before` (a barrier) runs untimed before each."""
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -23,10 +28,10 @@ def interleaved(
         for name, run in sides.items():
             if before is not None:
                 before()
-            start = time.perf_counter()
+            start = clock()
             run()
             if i >= warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 

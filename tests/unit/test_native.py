@@ -94,6 +94,33 @@ def test_a_gradient_whose_elements_are_apart_is_refused() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("ahead", [False, True])
+def test_moments_of_16_bits_are_those_of_torchs_kernel_in_tiles(ahead: bool) -> None:
+    found, n = [], 5003
+    for compiled in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(n, generator=generator)
+        block = Block(values, [Run(0, 3001, 0), Run(3001, n, 0)])
+        optimizer = torch.optim.AdamW([values], lr=0.01, betas=(0.8, 0.95))
+        stepper = Stepper(optimizer, [block], moments=torch.bfloat16, threads=2, ahead=ahead)
+        stepper._pool = stepper._pool if compiled else None
+        out = torch.zeros(n, dtype=torch.bfloat16)
+        for i in range(4):
+            gradient, absent = torch.randn(n, generator=generator).bfloat16(), [(0, 3001)] if i == 2 else []
+            now = stepper.begin()
+            if ahead:
+                wait, take = stepper.start_ahead(0, gradient, out, absent, settings=now)
+                wait()
+                take()
+            else:
+                stepper.step(0, gradient, out, absent=absent)
+        found.append([out, *(block.chunks[0].open().values())])
+        stepper.close()
+    assert [x.dtype for x in found[0][2:]] == [torch.bfloat16] * 2
+    assert all(map(torch.equal, *found))
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("start", "lr", "betas", "decay"),
     [

@@ -430,6 +430,14 @@ def test_a_method_that_does_not_say_what_it_does_to_training_changes_it(tmp_path
     assert describe_candidate("allreduce(reducer=fp16)").convergence.grade == "rounded"
 
 
+@pytest.mark.parametrize(
+    ("more", "grade"),
+    [("step_ahead=True", "exact"), ("moments=bf16", "rounded"), ("delayed_update=True", "other"), ("defer=4", "other")],
+)
+def test_steps_off_the_device_that_come_late_are_no_exact_training(more: str, grade: str) -> None:
+    assert describe_candidate(f"zero(optimizer_on=cpu, {more})").convergence.grade == grade
+
+
 def test_the_effect_of_a_method_around_others_is_that_of_the_one_with_the_greatest() -> None:
     assert describe_candidate("allreduce(reducer=warmup(topk(k=0.1), steps=2))").convergence.grade == "compressed"
     assert describe_candidate("local_sgd(reducer=fp16)").convergence.grade == "other"

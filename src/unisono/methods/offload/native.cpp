@@ -53,6 +53,8 @@ inline float widen(uint16_t x) {
     return y;
 }
 
+inline float widen(float x) { return x; }
+
 inline uint16_t nearest(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -90,21 +92,27 @@ void store(void *to, const float *from, int64_t at, int64_t n, bool narrow, bool
     put(to, half, at, n, 2, stream);
 }
 
-void round_at_random(float *x, int64_t n, const int32_t *added) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        std::memcpy(&bits, x + i, 4);
-        bits = (bits + uint32_t(added[i])) & 0xffff0000u;
-        std::memcpy(x + i, &bits, 4);
-    }
+template <typename T>
+inline T narrow_at_random(float x, int32_t added) {  // in 32 bits as it is
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return sizeof(T) == 4 ? T(x) : T((bits + uint32_t(added)) >> 16);
 }
 
-// Elements that are stepped alike. `whole`: they fill torch's vectors. A factor of 1 changes no number.
-template <bool whole>
-void move(const Args &a, double ratio, const float *const *old, float *g, float *const *now, int64_t n, int64_t at) {
-    const float *p0 = old[0] + at, *m0 = old[1] + at, *v0 = old[2] + at;  // the same memory as these, or other
-    float *p = now[0] + at, *m = now[1] + at, *v = now[2] + at;
-    g += at;
+template <typename T>
+struct Part {  // before, after (the same memory, or other), and what is added to round m and v
+    const float *p0;
+    const T *m0, *v0;
+    float *g, *p;
+    T *m, *v;
+    const int32_t *m_added, *v_added;
+};
+
+// Elements that are stepped alike. `whole`: they fill torch's vectors. A factor of 1 changes no number. Moments of 16
+// bits are cast in the same loop: with loops of their own they took longer than moments of 32.
+template <bool whole, typename T>
+void move(const Args &a, double ratio, const Part<T> &of, int64_t start, int64_t stop) {
+    const auto [p0, m0, v0, g, p, m, v, m_added, v_added] = of;
     const double lr = a.lr / ratio, wd = a.decay * ratio;
     const float kept = wd != 0.0 && a.adamw ? float(1 - lr * wd) : 1.0f, added = float(wd);
     const float wider = float(ratio), back = float(1.0 / ratio), size = float(-(lr / a.correction1));
@@ -114,50 +122,49 @@ void move(const Args &a, double ratio, const float *const *old, float *g, float 
     const float share = near ? weight : weight - 1.0f;
     float factor = float(a.scale * ratio);
     if (wd != 0.0 && !a.adamw) {
-        for (int64_t i = 0; i < n; i++) g[i] = std::fma(p0[i], added, g[i] * factor);
+        for (int64_t i = start; i < stop; i++) g[i] = std::fma(p0[i], added, g[i] * factor);
         factor = 1.0f;
     }
 #pragma omp simd
-    for (int64_t i = 0; i < n; i++) {
-        const float y = g[i] * factor, x = m0[i] * wider, z = std::fma(share, y - x, near ? x : y);
-        const float w = whole ? std::fma(square * y, y, v0[i] * beta2) : std::fma(v0[i], beta2, square * y * y);
+    for (int64_t i = start; i < stop; i++) {
+        const float y = g[i] * factor, x = widen(m0[i]) * wider, z = std::fma(share, y - x, near ? x : y);
+        const float u = widen(v0[i]);
+        const float w = whole ? std::fma(square * y, y, u * beta2) : std::fma(u, beta2, square * y * y);
         p[i] = p0[i] * kept + size * z / (std::sqrt(w) / root + eps);
-        m[i] = z * back;
-        v[i] = w;
+        m[i] = narrow_at_random<T>(z * back, m_added[i]);
+        v[i] = narrow_at_random<T>(w, v_added[i]);
     }
 }
 
+template <typename T>
 void step(const Args &a, int64_t at, int64_t n, int64_t rest) {
-    alignas(64) float lines[3][kPart], g[kPart];
-    const void *const before[] = {a.p_old, a.m_old, a.v_old};
-    void *const after[] = {a.p, a.m, a.v};
-    const float *old[3];
-    float *now[3];
-    for (int k = 0; k < 3; k++) {  // read and written where it is, if that can be
-        const bool narrow = k && a.narrow, here = after[k] == before[k] && !narrow;
-        now[k] = here ? static_cast<float *>(after[k]) + at : lines[k];
-        old[k] = narrow || (k && a.fresh) ? now[k] : static_cast<const float *>(before[k]) + at;
-        if (k && a.fresh && !a.idle)
-            std::memset(now[k], 0, 4 * n);
-        else if (narrow)
-            load(now[k], before[k], at, n, true);
+    alignas(64) float g[kPart], values[kPart];
+    alignas(64) T moments[2][kPart];
+    const bool here = a.p == a.p_old;  // written where it is read
+    Part<T> of{static_cast<const float *>(a.p_old) + at, static_cast<const T *>(a.m_old) + at,
+               static_cast<const T *>(a.v_old) + at, g, values, moments[0], moments[1],
+               a.table + (a.m_place + at) % a.period, a.table + (a.v_place + at) % a.period};
+    if (here) {
+        of.p = static_cast<float *>(a.p) + at;
+        of.m = static_cast<T *>(a.m) + at, of.v = static_cast<T *>(a.v) + at;
     }
     if (!a.idle) {
         const double ratio = a.ratios ? a.ratios[at / a.each] : 1.0;
         const int64_t full = std::max<int64_t>(0, std::min(n, rest - at));
-        load(g, a.gradient, at, n, a.narrow_gradient);
-        move<true>(a, ratio, old, g, now, full, 0);
-        move<false>(a, ratio, old, g, now, n - full, full);
-        if (a.narrow) {
-            round_at_random(now[1], n, a.table + (a.m_place + at) % a.period);
-            round_at_random(now[2], n, a.table + (a.v_place + at) % a.period);
+        if (a.fresh) {
+            std::memset(of.m, 0, sizeof(T) * n), std::memset(of.v, 0, sizeof(T) * n);
+            of.m0 = of.m, of.v0 = of.v;
         }
+        load(g, a.gradient, at, n, a.narrow_gradient);
+        move<true>(a, ratio, of, 0, full);
+        move<false>(a, ratio, of, full, n);
     }
-    const float *const *found = a.idle ? old : now;
-    for (int k = 0; k < 3; k++)
-        if (now[k] == lines[k] && !(a.idle && after[k] == before[k]))
-            store(after[k], found[k], at, n, k && a.narrow, a.stream);
-    if (a.out) store(a.out, found[0], at, n, a.narrow_out, a.stream);
+    if (!here) {
+        put(a.p, a.idle ? of.p0 : of.p, at, n, 4, a.stream);
+        put(a.m, a.idle ? of.m0 : of.m, at, n, sizeof(T), a.stream);
+        put(a.v, a.idle ? of.v0 : of.v, at, n, sizeof(T), a.stream);
+    }
+    if (a.out) store(a.out, a.idle ? of.p0 : of.p, at, n, a.narrow_out, a.stream);
 }
 
 struct Pool {
@@ -180,7 +187,7 @@ struct Pool {
             for (int64_t at = tile.start; at < tile.stop;) {
                 int64_t n = std::min(kPart, tile.stop - at);
                 if (a.ratios) n = std::min(n, (at / a.each + 1) * a.each - at);
-                step(a, at, n, tile.rest);
+                a.narrow ? step<uint16_t>(a, at, n, tile.rest) : step<float>(a, at, n, tile.rest);
                 at += n;
             }
 #ifdef __SSE2__

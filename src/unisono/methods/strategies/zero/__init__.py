@@ -165,15 +165,17 @@ class zero(Strategy):
         return "it splits the optimizer's state over the ranks"
 
     def pattern(self) -> Pattern:
-        rounded = None
-        if self.gather is not None:
-            rounded = Convergence("rounded", "computes with parameters of 8 bits; what is stepped is exact")
+        effect = None
+        if self.puts_off:
+            effect = Convergence("other", f"{self.puts_off}: gradients count one step late or more; tuned apart")
+        elif self.gather is not None:
+            effect = Convergence("rounded", "computes with parameters of 8 bits; what is stepped is exact")
         return replace(
             super().pattern(),
             gathers=2 if self.stage == 3 else 1,
             gathered=1.0 if self.gather is None else CODE_BYTES / 4,
             keeps=Keeps.as_set(self),
-            convergence=rounded,
+            convergence=effect,
         )
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:

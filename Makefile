@@ -20,7 +20,7 @@ STAMP  := $(VENV)/.installed
 ENGINES := $(VENV)/.engines
 # One pool for all tests, the longest first (tests/conftest.py). Three at a time on two cores: many wait for processes.
 POOL   := -n 3 --no-loadscope-reorder --timeout=300
-DOCTEST := -q -p no:xdist --doctest-modules --ignore-glob='*_triton.py' $(foreach name,huggingface keras skorch,--ignore=src/unisono/plugs/$(name).py) src
+DOCTEST := -q -p no:xdist --doctest-modules --ignore-glob='*_triton.py' $(foreach name,huggingface keras lightning skorch,--ignore=src/unisono/plugs/$(name).py) src
 # Lint, types, doctests and the site are made beside the tests: what they say is shown at the end, and their failure is
 # one of the whole.
 BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest $(2) >$$log 2>&1 & beside=$$!; \

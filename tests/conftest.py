@@ -277,7 +277,7 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[_key(report.nodeid)] += report.duration
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         long = {name: round(s, 1) for name, s in self.seconds.items() if s >= COSTLY_S}
         short: dict[str, list[float]] = defaultdict(list)
         for name, s in self.seconds.items():
@@ -286,6 +286,14 @@ class _Recorder:
         means = {file: round(sum(each) / len(each), 3) for file, each in short.items()}
         files = {name.partition("::")[0] for name in self.seconds}
         others = {name: s for name, s in _read_durations().items() if name.partition("::")[0] not in files}
+        if session.config.getoption("--most"):  # the cases that it leaves out are still costly
+            tests = {name.partition("[")[0] for name in long}
+            left_out = _read_thorough()
+            others |= {
+                name: s
+                for name, s in _read_durations().items()
+                if name in left_out or ("[" in name and name not in self.seconds and name.partition("[")[0] in tests)
+            }
         DURATIONS.write_text(json.dumps({**others, **means, **long}, indent=0, sort_keys=True) + "\n")
 
 

@@ -85,9 +85,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly or os.environ["UNISONO_WARM"] == "0":
         return
     if any(item.path.parent.name in ("processes", "engines") for item in session.items):
-        from unisono.launchers.forks import connect_warm
+        from unisono.launchers import forks
 
-        connect_warm().close()  # it begins to import torch
+        with pytest.MonkeyPatch.context() as patch:
+            begin = forks.server_command
+            patch.setattr(forks, "server_command", lambda *given, **named: _with_pytest(begin(*given, **named)))
+            forks.connect_warm().close()  # it begins to import torch
+
+
+def _with_pytest(command: list[str]) -> list[str]:
+    """A fork server that has imported pytest: a worker whose function is a test file's would do so itself."""
+    program = "import os, pytest, runpy, sys; del sys.argv[0]; sys.path[0] = os.path.dirname(sys.argv[0])"
+    return [command[0], "-c", f"{program}; runpy.run_path(sys.argv[0], run_name='__main__')", *command[1:]]
 
 
 _frozen, _file = 0, Path()  # how many objects; of the test before

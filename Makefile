@@ -1,6 +1,6 @@
 # Everything runs from .venv, which is made on first use and again when its inputs change.
 #   make demo   train a small CNN with 1 and with 2 workers and show where the time goes
-#   make test   ruff, mypy, the site and most tests; installs the engines that some of them start
+#   make test   ruff, mypy, the pages and most tests; installs the engines that some of them start
 #   make thorough  the same with all tests: before a release, and after a change of what tests/thorough.txt is about
 #   make quick  ruff, mypy and a part of the unit tests, for the loop of a developer
 #   make flaky RUNS=10 BUSY=2 LOG=FILE  the pool again and again, beside busy processes; a table of what failed at least
@@ -20,7 +20,8 @@ STAMP  := $(VENV)/.installed
 ENGINES := $(VENV)/.engines
 # One pool for all tests, the longest first (tests/conftest.py). Three at a time on two cores: many wait for processes.
 POOL   := -n 3 --no-loadscope-reorder --timeout=300
-DOCTEST := -q -p no:xdist --doctest-modules --ignore-glob='*_triton.py' $(foreach name,huggingface keras skorch,--ignore=src/unisono/plugs/$(name).py) src
+DOCTEST := -q -p no:xdist --doctest-modules --ignore-glob='*_triton.py' $(foreach name,huggingface keras lightning skorch,--ignore=src/unisono/plugs/$(name).py) src
+SITE = docs docs/_build/html
 # Lint, types, doctests and the site are made beside the tests: what they say is shown at the end, and their failure is
 # one of the whole.
 BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest $(2) >$$log 2>&1 & beside=$$!; \
@@ -29,14 +30,14 @@ BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest $(2) >$$log
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE # some hundred processes read what the first of them compiled
 
-.PHONY: demo test thorough quick flaky gpu engines check doctest docs docs-if-there docs-links results bench
+.PHONY: demo test thorough quick flaky gpu engines check doctest docs docs-check docs-if-there docs-links results bench
 .PHONY: python all-tools network-tools engine-tools venv clean dist dist-test pythons
 
 demo: $(STAMP)
 	$(BIN)/python -m unisono.demo
 
 test: all-tools
-	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) -m "not alone" --durations=15 --most tests,docs)
+	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) -m "not alone" --durations=15 --most tests,docs-check)
 	$(BIN)/python -m pytest -q -m alone tests/processes/test_neighbours.py
 
 thorough: all-tools
@@ -71,11 +72,15 @@ docs: $(STAMP)
 		|| { echo "the site is not built: Sphinx needs Python 3.11 or newer"; exit 0; }; \
 	$(BIN)/python -c 'import furo, myst_parser, sphinx_copybutton' \
 		|| { echo "make docs needs the extra docs: pip install -c constraints.txt -e '.[docs]'"; exit 1; }; \
-	echo "$(BIN)/python -m sphinx docs docs/_build/html"; \
-	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
+	echo "$(BIN)/python -m sphinx $(SITE)"; \
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html $(SITE)
+
+# The same pages and links under a plain theme: half of the time of the site goes into its list of pages.
+docs-check: SITE = -t check docs docs/_build/check
+docs-check: docs
 
 docs-if-there: $(STAMP)
-	@if $(BIN)/python -c 'import furo, myst_parser, sphinx_copybutton' 2>/dev/null; then $(MAKE) --no-print-directory docs; \
+	@if $(BIN)/python -c 'import furo, myst_parser, sphinx_copybutton' 2>/dev/null; then $(MAKE) --no-print-directory docs-check; \
 	else echo "the site is not built: the extra docs is not installed"; fi
 
 docs-links: $(STAMP)

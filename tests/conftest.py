@@ -85,9 +85,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly or os.environ["UNISONO_WARM"] == "0":
         return
     if any(item.path.parent.name in ("processes", "engines") for item in session.items):
-        from unisono.launchers.forks import connect_warm
+        from unisono.launchers import forks
 
-        connect_warm().close()  # it begins to import torch
+        with pytest.MonkeyPatch.context() as patch:
+            begin = forks.server_command
+            patch.setattr(forks, "server_command", lambda *given, **named: _with_pytest(begin(*given, **named)))
+            forks.connect_warm().close()  # it begins to import torch
+
+
+def _with_pytest(command: list[str]) -> list[str]:
+    """A fork server that has imported pytest: a worker whose function is a test file's would do so itself."""
+    program = "import os, pytest, runpy, sys; del sys.argv[0]; sys.path[0] = os.path.dirname(sys.argv[0])"
+    return [command[0], "-c", f"{program}; runpy.run_path(sys.argv[0], run_name='__main__')", *command[1:]]
 
 
 _frozen, _file = 0, Path()  # how many objects; of the test before
@@ -277,7 +286,7 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[_key(report.nodeid)] += report.duration
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         long = {name: round(s, 1) for name, s in self.seconds.items() if s >= COSTLY_S}
         short: dict[str, list[float]] = defaultdict(list)
         for name, s in self.seconds.items():
@@ -286,6 +295,14 @@ class _Recorder:
         means = {file: round(sum(each) / len(each), 3) for file, each in short.items()}
         files = {name.partition("::")[0] for name in self.seconds}
         others = {name: s for name, s in _read_durations().items() if name.partition("::")[0] not in files}
+        if session.config.getoption("--most"):  # the cases that it leaves out are still costly
+            tests = {name.partition("[")[0] for name in long}
+            left_out = _read_thorough()
+            others |= {
+                name: s
+                for name, s in _read_durations().items()
+                if name in left_out or ("[" in name and name not in self.seconds and name.partition("[")[0] in tests)
+            }
         DURATIONS.write_text(json.dumps({**others, **means, **long}, indent=0, sort_keys=True) + "\n")
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import unisono as un
+from preloaded import Program
 
 PATIENCE = timedelta(seconds=60)
 
@@ -407,9 +408,9 @@ def test_pytorchs_own_assertions_hold() -> None:
     """Its tests of collectives, in three processes; docs/backend.md has the counts of all of them."""
     names = [f"test_{name}" for name in TORCHS.split()]
     script = Path(__file__).with_name("torch_suite.py")
-    run = [sys.executable, str(script), "unisono", "3", *names, "--together"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    run = Program(script, "unisono", "3", *names, "--together", env=os.environ)
+    out, err = run.communicate(110)
+    assert run.returncode == 0, err
+    found = json.loads(out.splitlines()[-1])
     assert found["failed"] == [], found["why"]
     assert found["passed"] == names

@@ -152,9 +152,10 @@ def test_workers_that_tests_start_are_forked(monkeypatch: pytest.MonkeyPatch):
     """Where the server of the tests refuses them, all tests pass, and take twice as long."""
     refusals: list[str] = []
     monkeypatch.setattr(forks.ForkStarter, "_note_refusal", lambda _, why: refusals.append(why))
-    parents = launch(os.getppid, workers=2)
+    seen = launch(lambda: (os.getppid(), "torch.nn" in sys.modules), workers=2)
     assert refusals == []
-    assert set(parents) <= {server.pid for server in list_warm()}
+    assert {parent for parent, _ in seen} <= {server.pid for server in list_warm()}
+    assert all(has_torch for _, has_torch in seen)
 
 
 @pytest.mark.skipif(os.environ.get("UNISONO_WARM") == "0", reason="UNISONO_WARM=0: all workers are fresh")
@@ -180,7 +181,7 @@ def test_a_lost_worker_is_reaped_when_it_is_replaced(tmp_path: Path):
     assert sorted(there) == sorted(alive)
 
 
-def test_a_worker_is_forked_and_has_torch(own: None):
+def test_a_worker_is_forked_and_has_torch(own: None, light: None):
     def look() -> tuple[bool, int]:
         return "torch" in sys.modules, os.getppid()
 

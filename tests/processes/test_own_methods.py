@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from launched import Launched
 
+from preloaded import Program
 from unisono.cli.command_line import make_parser
 
 METHOD = """
@@ -90,16 +91,22 @@ def test_a_plan_takes_specs_or_a_folder(methods: Path, monkeypatch: pytest.Monke
     assert (make_parser().read(words).methods, used) == (["allreduce", "mine"], [str(methods)])
 
 
-def test_the_conformance_tests_run_over_methods_of_a_folder(
-    methods: Path, run_command: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_the_conformance_tests_run_over_methods_of_a_folder(methods: Path) -> None:
+    command = methods.parent / "command.py"
+    command.write_text("import sys, unisono.cli\nsys.exit(unisono.cli.main())\n")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        program = Program(command, "conformance", "methods", *words, env=os.environ, cwd=methods.parent)
+        out, err = program.communicate(100)
+        return program.wait(), out, err
+
     chosen = ("-k", "facts_say or refuses or unused")
-    status, out, err = run_command("conformance", "methods", *chosen, "-rA")
+    status, out, err = run(*chosen, "-rA")
     assert status == 0, out + err
     assert "facts_say[mine]" in out
     assert "[allreduce(reducer=mine)" in out
     assert "topk" not in out
     text = (methods / "reducers/mine.py").read_text()
     (methods / "reducers/mine.py").write_text(text.replace("exact=True, memory", "exact=False, memory"))
-    status, out, err = run_command("conformance", "methods", *chosen)
+    status, out, err = run(*chosen)
     assert (status, "facts_say[mine]" in out) == (1, True), out + err

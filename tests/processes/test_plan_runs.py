@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from unisono.cli import main
+
 PROGRAM = """
 import sys, torch, unisono as un
 world = un.join()
@@ -26,9 +28,16 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def plan(tmp_path: Path, run_command: Run) -> Run:
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process, which has imported what it predicts with."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(PROGRAM)
-    return lambda *words: run_command("plan", "-n", "2", "--methods", "allreduce; topk(k=0.5); torch:ddp", *words)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        status = main(["plan", "-n", "2", "--methods", "allreduce; topk(k=0.5); torch:ddp", *words])
+        return status, *capfd.readouterr()
+
+    return run
 
 
 def test_a_plan_is_made_of_the_programs_own_steps_and_the_program_is_ended(tmp_path: Path, plan: Run) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 import unisono as un
 from unisono.cli.command_line import main
 from unisono.launchers.control import ask
-from unisono.launchers.forks import stop_warm
+from unisono.launchers.forks import connect_warm, stop_warm
 from unisono.launchers.runtime.files import find_private_folder
 
 MODEL = """
@@ -179,11 +179,16 @@ def ask_until_known(scale, pid: str) -> None:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launchers of tests beside this one are no part of it."""
+    """Launchers of tests beside this one are no part of it; the fork server, if there is one, is theirs."""
     (tmp_path / "own").mkdir(mode=0o700)
+    if is_warm := os.environ["UNISONO_WARM"] != "0":
+        connect_warm().close()
+        for path in find_private_folder().glob("*.socket"):
+            (tmp_path / "own" / path.name).symlink_to(path)
     monkeypatch.setenv("UNISONO_WARM", str(tmp_path / "own"))
     yield
-    stop_warm()
+    if not is_warm:
+        stop_warm()
 
 
 @pytest.mark.usefixtures("own_folder")

@@ -4,6 +4,8 @@ fp64."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -239,33 +241,48 @@ LAYOUTS = {
 }
 
 
+def pass_over(spec: str, size: int, steps: range, load: Path | None, save: Path) -> None:
+    def work(world: World) -> None:
+        model = text()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, spec, world=world)
+        if load is not None:
+            un.load(load, replica)
+        rows = lambda t: torch.cat([words(t, r) for r in range(12)]).chunk(size)[world.rank]  # noqa: E731
+        train(model, optimizer, rows, steps, 0.5)
+        un.save(save, replica)
+
+    run_threads(work, size)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """What two steps under a layout have saved."""
+
+    @cache
+    def begin(spec: str, size: int) -> Path:
+        folder = tmp_path_factory.mktemp("begun")
+        pass_over(spec, size, range(2), None, folder)
+        return folder
+
+    return begin
+
+
 @stages
-def test_a_checkpoint_goes_to_and_comes_from_every_other_layout(stage: int, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_to_and_comes_from_every_other_layout(
+    stage: int, tmp_path: Path, begun: Callable[[str, int], Path]
+) -> None:
     """Two steps under one, saved; two more under another: as four in one process on the same batches."""
     mine = f"zero(stage={stage}, within=2, unit_bytes=1500)"
-
-    def run(spec: str, size: int, steps: range, load: Path | None, save: Path) -> None:
-        def work(world: World) -> None:
-            model = text()
-            optimizer = adam(model)
-            replica = un.parallel(model, optimizer, spec, world=world)
-            if load is not None:
-                un.load(load, replica)
-            rows = lambda t: torch.cat([words(t, r) for r in range(12)]).chunk(size)[world.rank]  # noqa: E731
-            train(model, optimizer, rows, steps, 0.5)
-            un.save(save, replica)
-
-        run_threads(work, size)
 
     wanted = reference(12, 4, 0.5)
     for number, (other, size) in enumerate(LAYOUTS.items()):
         for first, second in (((mine, 4), (other, size)), ((other, size), (mine, 4))):
             if "bf16" in first[0] + second[0] and first[0] != mine:
                 continue  # trains with rounded means
-            begun, ended = (tmp_path / f"{number}-{first[0] == mine}-{k}" for k in (0, 1))
-            run(*first, range(2), None, begun)
+            ended = tmp_path / f"{number}-{first[0] == mine}"
             exact = "bf16" not in second[0]
-            run(*second, range(2, 4), begun, ended)
+            pass_over(*second, range(2, 4), begun(*first), ended)
             found = un.read_checkpoint(ended)["model"]
             assert_same(dict(found), wanted, 1e-11 if exact else 1e-2)  # type: ignore[union-attr]
 

@@ -141,7 +141,8 @@ class _OpenLab(Lab):
         commands = {}
         for number, (host, count) in enumerate(counts.items()):
             env = {"UNISONO_HOST": host, "UNISONO_LAB": mark_of_this_process(), **self._write_net(number)}
-            env["UNISONO_WARM"] = "0"  # a process that stays for the next run would keep the host, and has its network
+            if self.network is not None:
+                env["UNISONO_WARM"] = "0"  # a process that stays for the next run would keep the host and its network
             here = list(itertools.islice(ranks, count))
             setup = write_setup(work, here, max_restarts=self.max_restarts, env=env)
             agent = agent_command(None, "host")

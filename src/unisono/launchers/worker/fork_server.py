@@ -73,11 +73,8 @@ _PRELOADED = (
     "unisono.launchers.worker.program",
     "unisono.world.transports.shared",
 )
-_LATER = (
-    "huggingface",
-    "keras",
-    "skorch",
-)  # with large libraries, which a program may have to set up before the import
+# With large libraries, which most programs do not use, and some have to set up before the import.
+_LATER = ("huggingface", "keras", "lightning", "skorch")
 
 
 def import_modules() -> None:

@@ -69,7 +69,8 @@ class Residual(NamedTuple):
 
     def total(self, name: str) -> Tensor | None:
         """All that was kept back of a parameter; None where that is nothing."""
-        found = [x for path, x in self.local.get(name, {}).items() if _key(path) == "residual"]
+        entries = {**self.shared["each"].get(name, {}), **self.local.get(name, {})}
+        found = [entries[path] * _count_ranks(path, entries) for path in _residuals(entries)]
         return torch.stack(found).sum(0) if found else None
 
 
@@ -479,12 +480,16 @@ def _check_line(value: Tensor, bucket: Bucket, path: str) -> None:
 def _add_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, state: State) -> bool:
     """What was still to be sent, kept elsewhere in another reducer's state: to the first place for such here. False
     where there is none."""
-    places = [holder[key] for path, holder, key in _walk(state) if path[0] == "*" and key == "residual"]
+    places = [holder for path, holder, key in _walk(state) if path[0] == "*" and key == "residual"]
     if not places:
         return False
-    for view, entries in zip(bucket.views(places[0]), known, strict=True):
+    rates = places[0].get("lr", list(bucket.lr))
+    for i, (view, entries) in enumerate(zip(bucket.views(places[0]["residual"]), known, strict=True)):
         for path in _residuals(entries):
-            view.add_(entries.pop(path))
+            if rates[i] is None:
+                rates[i] = _rate_met(path, entries)
+            factor = _weigh_leftover(path, entries, rates[i])
+            view.add_(entries.pop(path), alpha=factor)
     return True
 
 
@@ -495,8 +500,7 @@ def _send_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket) -> bool:
     any_sent = False
     for view, rate, entries in zip(bucket.tensors, bucket.lr, known, strict=True):
         for path in _residuals(entries):
-            met = entries.get(path[1:].removesuffix("residual") + "lr")
-            factor = met / rate if met is not None and met > 0 and rate > 0 else 1.0
+            factor = _weigh_leftover(path, entries, rate)
             view.add_(entries.pop(path), alpha=factor)
             any_sent = True
     return any_sent
@@ -504,6 +508,25 @@ def _send_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket) -> bool:
 
 def _residuals(entries: dict[str, Any]) -> list[str]:
     return [path for path in entries if path[0] == "*" and _key(path) == "residual"]
+
+
+def _rate_met(path: str, entries: dict[str, Any]) -> float | None:
+    rate: float | None = entries.get(path[1:].removesuffix("residual") + "lr")
+    return rate
+
+
+def _weigh_leftover(path: str, entries: dict[str, Any], rate: float | None) -> float:
+    """How much what was kept at `path` counts, among what counts at this learning rate."""
+    met = _rate_met(path, entries)
+    factor = met / rate if met is not None and rate is not None and met > 0 and rate > 0 else 1.0
+    return factor * _count_ranks(path, entries)
+
+
+def _count_ranks(path: str, entries: dict[str, Any]) -> float:
+    """What `hierarchical` keeps on the leaders of hosts is of a mean over these: it counts for so many ranks each."""
+    outer, across, _ = path[1:].rpartition("across/")
+    size, _, leaders = str(entries.get(f"{outer}ranks", "")).partition(": ") if across else ("", "", "")
+    return int(size) / len(leaders.split()) if leaders else 1.0
 
 
 def _warn_of_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, reducer: Reducer) -> None:

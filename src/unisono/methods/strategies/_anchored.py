@@ -226,7 +226,7 @@ class AnchoredReplica(PeriodicReplica):
         if {name for bucket in fragment.buckets for name in bucket.names} != set(fragment.live):
             self.run(partial(fragment.build, self.strategy.bucket_bytes))
         index, weight, weights = fragment.index, self.weight(fragment.index), self._weights[fragment.index]
-        written, code, fragment.written = fragment.written, 0, Written()  # what is written from here on is the next one's
+        written, code, fragment.written = fragment.written, 0, Written()  # from here on, the next one's
         if written.values:
             written.values = {name: value for name, value in written.values.items() if name in fragment.live}
             code = written.code()

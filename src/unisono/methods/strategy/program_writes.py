@@ -44,7 +44,8 @@ class ProgramWrites:
     def _mark_unloaded(self) -> None:
         if not self._unloaded:
             written = self.find()
-            self._unloaded = {name: digest([p]) for name, p in self._trained.named if name not in written and _is_plain(p)}
+            kept = [(name, p) for name, p in self._trained.named if name not in written and _is_plain(p)]
+            self._unloaded = {name: digest([p]) for name, p in kept}
 
     def _note_load(self) -> None:
         self.loads += 1
@@ -69,7 +70,7 @@ class ProgramWrites:
         found = [name for seen in (self._trained, *unfrozen) for name in seen.find(wait=thorough, confirm=confirm)]
         if self._unloaded and found:
             params = dict(self._named.named)
-            found = [name for name in found if name not in self._unloaded or self._unloaded[name] != digest([params[name]])]
+            found = [name for name in found if self._unloaded.get(name) != digest([params[name]])]
         return found
 
     def find_frozen(self) -> dict[str, Parameter]:
@@ -121,7 +122,6 @@ class _Seen:
                 pairs = zip(places, now.split(sizes), before.split(sizes), strict=True)
                 found |= {i for i, x, y in pairs if not x.equal(y)}
         return [name for i, (name, _) in enumerate(self.named) if i in found]
-
 
     def _looks_the_same(self, i: int) -> bool:
         now, seen = _view_some(self.named[i][1]), self._samples[i]

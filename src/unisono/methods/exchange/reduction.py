@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -72,6 +73,19 @@ class Residual(NamedTuple):
         entries = {**self.shared["each"].get(name, {}), **self.local.get(name, {})}
         found = [entries[path] * _count_ranks(path, entries) for path in _residuals(entries)]
         return torch.stack(found).sum(0) if found else None
+
+
+def read_loss_scale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> float:
+    """What gradients are multiplied by: nothing any more if the scaler has unscaled them, as it has when a window
+    ends in the step (the short last one of an epoch, say)."""
+    states = scaler._per_optimizer_states
+    unscaled = [states[id(o)]["stage"] is OptState.UNSCALED if id(o) in states else False for o in optimizers]
+    if any(unscaled) and not all(unscaled):
+        raise ValueError(
+            f"a window of {len(unscaled)} optimizers ends after the GradScaler has unscaled the gradients of some of "
+            "them: call replica.sync() before the first scaler.unscale_() or scaler.step()"
+        )
+    return 1.0 if any(unscaled) else scaler.get_scale()
 
 
 class OwnPart(Protocol):

@@ -75,17 +75,17 @@ class Residual(NamedTuple):
         return torch.stack(found).sum(0) if found else None
 
 
-def read_loss_scale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> float:
+def read_loss_scale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], *, strict: bool) -> float:
     """What gradients are multiplied by: nothing any more if the scaler has unscaled them, as it has when a window
-    ends in the step (the short last one of an epoch, say)."""
+    ends in the step (the short last one of an epoch, say). `strict`: all must be multiplied alike."""
     states = scaler._per_optimizer_states
-    unscaled = [states[id(o)]["stage"] is OptState.UNSCALED if id(o) in states else False for o in optimizers]
-    if any(unscaled) and not all(unscaled):
+    unscaled = [id(o) in states and states[id(o)]["stage"] is OptState.UNSCALED for o in optimizers]
+    if strict and any(unscaled) and not all(unscaled):
         raise ValueError(
             f"a window of {len(unscaled)} optimizers ends after the GradScaler has unscaled the gradients of some of "
             "them: call replica.sync() before the first scaler.unscale_() or scaler.step()"
         )
-    return 1.0 if any(unscaled) else scaler.get_scale()
+    return 1.0 if all(unscaled) else scaler.get_scale()
 
 
 class OwnPart(Protocol):

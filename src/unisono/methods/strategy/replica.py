@@ -292,9 +292,11 @@ class Replica:
         """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of
         its step. Without it, that part counts twice or half once, after each change of the scale."""
         self.scaler = scaler
-        for reads in (self.reduction, self.noise):
-            if reads is not None:
-                reads.scale = partial(read_loss_scale, scaler, self.members)
+        if self.reduction is not None:
+            strict = not self.reduction.reducer.exact
+            self.reduction.scale = partial(read_loss_scale, scaler, self.members, strict=strict)
+        if self.noise is not None:
+            self.noise.scale = partial(read_loss_scale, scaler, self.members, strict=False)
 
     def consolidate(self) -> nn.Module:
         """The model to evaluate or to save: here, the model itself."""

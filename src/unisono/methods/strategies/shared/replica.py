@@ -172,7 +172,7 @@ class SharedReplica(Replica):
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         super().watch(scaler)
         if self._crossing is not None:
-            self._crossing.reduction.scale = partial(read_loss_scale, scaler, self.members)
+            self._crossing.reduction.scale = partial(read_loss_scale, scaler, self.members, strict=True)
 
     def write(self, change: Callable[[], Any]) -> None:
         """Change parameters between steps: `change()` is called on one rank of each host, while the others wait.

@@ -354,7 +354,7 @@ class ZeroReplica(Replica):
             )
         super().watch(scaler)
         if self._across is not None:
-            self._across.watch(partial(read_loss_scale, scaler, self.members))
+            self._across.watch(partial(read_loss_scale, scaler, self.members, strict=True))
 
     # State -----------------------------------------------------------------------------------------------
 

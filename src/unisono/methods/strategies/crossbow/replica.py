@@ -483,11 +483,6 @@ class CrossbowReplica(PeriodicReplica):
         common = [one.values for i, one in enumerate(waiting) if all(codes[i] == every[0][i] for codes in every)]
         return {name: value for values in common for name, value in values.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        self.meet_if_due()
-        self._common = self._find_common()
-        return super().state_dict()
-
     @torch.no_grad()
     def model_part(self) -> ModelPart:
         """The central model, not a learner; and all learners' buffers."""
@@ -520,6 +515,7 @@ class CrossbowReplica(PeriodicReplica):
         }
 
     def local_state(self) -> dict[str, Any]:
+        self._common = self._find_common()  # for `model_part`, which must not ask
         return {"others": self.learners.state_dict(), "written": self._written.state_dict()}
 
     @torch.no_grad()

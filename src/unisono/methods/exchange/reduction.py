@@ -78,7 +78,7 @@ class Residual(NamedTuple):
 def read_loss_scale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], *, strict: bool) -> float:
     """What gradients are multiplied by: nothing any more if the scaler has unscaled them, as it has when a window
     ends in the step (the short last one of an epoch, say). `strict`: all must be multiplied alike."""
-    states = scaler._per_optimizer_states
+    states = getattr(scaler, "_per_optimizer_states", {})  # one that is disabled has none
     unscaled = [id(o) in states and states[id(o)]["stage"] is OptState.UNSCALED for o in optimizers]
     if strict and any(unscaled) and not all(unscaled):
         raise ValueError(

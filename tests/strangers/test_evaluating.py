@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -61,3 +62,27 @@ def test_evaluating_between_backward_and_step_changes_no_bit(
 
     for [difference] in run_threads(work, 2):
         assert difference == 0.0
+
+
+@pytest.mark.parametrize("spec", ["gossip(bits=8)", "async_diloco(every=2, quorum=2, pace=False)"])
+def test_an_average_that_is_loaded_to_evaluate_and_taken_out_again_changes_no_bit(spec: str) -> None:
+    def work(world: World) -> float:
+        ends = []
+        for evaluates in (False, True):
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            replica = un.parallel(model, optimizer, spec, world=world)
+            for t in range(5):
+                x = seeded(lambda t=t: torch.randn(6, 4).double(), t)[world.rank :: 2]
+                optimizer.zero_grad()
+                (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                optimizer.step()
+                if evaluates:
+                    kept = copy.deepcopy(model.state_dict())
+                    model.load_state_dict({name: 0.5 * value for name, value in kept.items()})
+                    model.load_state_dict(kept)
+            ends.append(values(replica.consolidate()))
+            replica.close()
+        return furthest(*ends)
+
+    assert run_threads(work, 2) == [0.0, 0.0]

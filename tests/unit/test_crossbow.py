@@ -1066,3 +1066,24 @@ def test_parameters_that_lie_in_one_memory_are_refused_by_name() -> None:
     model[2].weight.data = model[0].weight.data.view(-1)[:16].view(2, 8)
     with pytest.raises(ValueError, match="lie in one memory, and crossbow moves"):
         un.parallel(model, sgd(model), "crossbow", world=World())
+
+
+@pytest.mark.filterwarnings("ignore:.*each became their mean")
+@pytest.mark.parametrize("ways", ["clamp", "swap"])
+def test_a_checkpoint_has_the_central_model_whatever_one_learner_was_written(tmp_path: Path, ways: str) -> None:
+    """A clamp is each rank's own training; weights that were put in to evaluate, and out again, are nothing."""
+
+    def work(world: World) -> list[Tensor]:
+        model, optimizer, replica = started("crossbow", world)
+        train(model, optimizer, world.rank, range(3))
+        central = [z.clone() for z in replica.center.z.values()]
+        kept = params(model)
+        put(model, [x.clamp(-0.1, 0.1) for x in kept])
+        if ways == "swap":
+            put(model, kept)
+        un.save(tmp_path, replica)
+        replica.close()
+        return central
+
+    central, _ = un.run_threads(work, 2)
+    close(list(un.read_checkpoint(tmp_path)["model"].values()), central)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -136,6 +137,63 @@ def run(size: int, steps: int, spec: str, seed: int = 0) -> list[list[Tensor]]:
 def test_it_is_what_the_papers_say(size: int, settings: str, options: dict[str, Any]) -> None:
     got = run(size, 13, f"diloco({settings}, bucket_bytes=256)")
     for mine, theirs in zip(got, reference(size, 13, **options), strict=True):
+        close(mine, params(theirs))
+
+
+def swap_by_copies(model: nn.Module) -> None:
+    kept = params(model)
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), kept, strict=True):
+            p.mul_(0.5)
+            p.copy_(value)
+
+
+def swap_by_loading(model: nn.Module) -> None:
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: 0.5 * x for name, x in kept.items()})
+    model.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("swap", [swap_by_copies, swap_by_loading])
+@pytest.mark.parametrize("settings", ["every=3", "every=5, fragments=2, delay=3, mix=0.2"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_other_weights_put_in_to_evaluate_and_out_again_change_nothing(
+    size: int, settings: str, swap: Callable[[nn.Module], None]
+) -> None:
+    def work(world: World) -> list[Tensor]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, f"diloco({settings})", world=world)
+        for t in range(13):
+            train(model, optimizer, world.rank, range(t, t + 1))
+            swap(model)
+        replica.close()
+        return params(model)
+
+    options: dict[str, Any] = {"every": 3}
+    if "delay" in settings:
+        options = {"every": 5, "fragments": TWO, "delay": 3, "mix": 0.2}
+    for mine, theirs in zip(run_threads(work, size), reference(size, 13, **options), strict=True):
+        close(mine, params(theirs))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_steps_of_several_optimizers_are_no_writes_of_the_program(size: int) -> None:
+    def work(world: World) -> list[Tensor]:
+        model = make()
+        halves = [list(part.parameters()) for part in (model[0], model[2])]  # type: ignore[index]
+        optimizers = [torch.optim.AdamW(half, lr=0.02) for half in halves]
+        replica: Any = un.parallel(model, optimizers, "diloco(every=3, delay=1)", world=world)
+        for t in range(8):
+            model.zero_grad()
+            model(batch(t, world.rank)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert not any(fragment.written.values for fragment in replica.fragments)
+        replica.close()
+        return params(model)
+
+    for mine, theirs in zip(run_threads(work, size), reference(size, 8, every=3, delay=1, mix=0.5), strict=True):
         close(mine, params(theirs))
 
 

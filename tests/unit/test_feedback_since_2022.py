@@ -81,6 +81,28 @@ def test_ef21_is_the_plain_reference(size: int, scale: Callable[[int], float]) -
             torch.testing.assert_close(found[rank][step][0], mean * scale(step), rtol=1e-12, atol=1e-12)
 
 
+def test_ef21_begins_with_the_first_window_that_does_not_overflow() -> None:
+    """As AMP's first windows do, until the loss scale has fallen."""
+
+    def work(world: World) -> list[Tensor]:
+        reducer: Reducer = build("ef21(topk(k=0.1, feedback=False), momentum=0.1)", kind="reducer")
+        bucket, found = bucket_of(), []
+        state = reducer.init(bucket)
+        for step in range(4):
+            bad = step < 2 and world.rank == 1
+            bucket.tensors[0].copy_(gradient(world.rank, step) * (float("inf") if bad else 1.0))
+            reduced, state = reduce_window(reducer, bucket, state, world)
+            found.append(reduced.mean[0].clone())
+        return found
+
+    v = [gradient(rank, 2) for rank in range(2)]
+    first = torch.stack(v).mean(0)
+    second = torch.stack([x + top(0.1 * (gradient(r, 3) - x), 0.1) for r, x in enumerate(v)]).mean(0)
+    for found in run_threads(work, 2):
+        torch.testing.assert_close(found[2], first, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found[3], second, rtol=1e-12, atol=1e-12)
+
+
 def test_ef21_begins_again_where_another_rank_came_although_their_number_is_the_same() -> None:
     """A newcomer has no estimate of its own: without another exact exchange the mean would be off for ever."""
 

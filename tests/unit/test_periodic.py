@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -77,6 +78,30 @@ def test_windows_that_could_not_be_met_in_time_are_met_in_a_row() -> None:
     assert replica.seen == []
     optimizer.step()
     assert replica.seen == [1, 2]
+
+
+class Headless(nn.Sequential):
+    """Its last parameters, by which passes are counted, are in none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x)
+
+
+@pytest.mark.parametrize("accumulate", ["in no_sync", "passes of their own"])
+def test_a_window_is_not_lost_where_the_parameter_that_counts_is_unused(accumulate: str) -> None:
+    model = Headless(nn.Linear(3, 1), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = Recorder(model, optimizer, World())
+    for t in range(3):
+        with replica.no_sync() if accumulate == "in no_sync" else contextlib.nullcontext():
+            model(torch.ones(1, 3)).sum().backward()
+        model(torch.ones(1, 3)).sum().backward()
+        assert replica.seen == (list(range(1, t + 1)) if accumulate == "in no_sync" else list(range(1, 2 * t + 2)))
+        if accumulate != "in no_sync":  # the first is over with the second's forward pass
+            optimizer.step()
+            assert replica.windows.window.name == "STEPPED"  # else, AMP skipped it
+    replica.state_dict()
+    assert replica.seen == [1, 2, 3] if accumulate == "in no_sync" else [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("calls", [1, 3])

@@ -418,6 +418,32 @@ def test_a_tensor_as_learning_rate_is_read() -> None:
     assert bucket.lr == [0.25]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_window_that_ends_after_the_scaler_has_unscaled_counts_what_was_kept_as_it_does(by_hand: bool) -> None:
+    """The short last window of an epoch, and gradients that the program puts there itself: they end in the step."""
+    weight = torch.nn.Linear(5, 4, bias=False).double()
+    with torch.no_grad():
+        weight.weight.zero_()
+    optimizer, scaler = torch.optim.SGD(weight.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=65536.0)
+    un.parallel(weight, optimizer, "allreduce(reducer=topk(k=0.2), accumulate=2)", world=World())
+    given = torch.randn(5, 4, 5, generator=torch.Generator().manual_seed(0)).double()
+    kept, expected = torch.zeros(4, 5).double(), torch.zeros(4, 5).double()
+    for window in ([0, 1], [2, 3], [4]):
+        optimizer.zero_grad()
+        for i in window:
+            loss = scaler.scale((weight.weight * given[i]).sum())
+            if by_hand and i == 4:
+                [weight.weight.grad] = torch.autograd.grad(loss, [weight.weight])
+            else:
+                loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        kept += given[window].sum(0)
+        sent = torch.where(kept.abs() >= kept.abs().flatten().sort().values[-4], kept, 0.0)
+        kept, expected = kept - sent, expected - 0.1 * sent
+    torch.testing.assert_close(weight.weight.detach(), expected, rtol=1e-9, atol=1e-9)
+
+
 def test_with_amp_a_residual_follows_the_loss_scale() -> None:
     """Training under a scale that doubles every second step equals training without one."""
 

@@ -14,9 +14,20 @@ from unisono.world.virtual import run_threads
 RANKS = 3
 
 
+class Scaled(nn.Sequential):
+    """With a parameter of no dimensions."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__(*modules)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 def make() -> nn.Module:
     generator = torch.Generator().manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3)).double()
+    model = Scaled(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3)).double()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.rand(p.shape, generator=generator, dtype=torch.float64) - 0.5)
@@ -76,7 +87,7 @@ def test_some_numbers_become_their_mean_from_before_the_window_plus_the_own_step
                 wanted = torch.where(moved.any(0), alone[rank][i] + mean - before[rank][i], alone[rank][i])
                 torch.testing.assert_close(after[rank][i], wanted, rtol=1e-12, atol=1e-12)
         before = after
-    assert drawn[0] != drawn[4]  # the same tensor, in the next exchange
+    assert drawn[1] != drawn[6]  # the same tensor, in the next exchange
 
 
 def test_bytes_are_those_of_the_numbers_drawn() -> None:

@@ -74,7 +74,17 @@ def test_what_was_still_to_be_sent_goes_over() -> None:
     run_threads(work, 2)
 
 
-def test_what_was_still_to_be_sent_goes_out_with_the_next_exact_mean() -> None:
+@pytest.mark.filterwarnings("ignore:.*it costs accuracy")
+@pytest.mark.parametrize(
+    ("before", "after", "hosts"),
+    [
+        ("topk(k=0.1)", "allreduce", "ab"),
+        ("topk(k=0.1)", "allreduce", "a"),
+        ("hierarchical(topk(k=0.1))", "allreduce", "aab"),  # leaders keep it for their hosts
+        ("masked(topk(k=0.1))", "topk(k=1.0)", "ab"),  # it is kept elsewhere
+    ],
+)
+def test_what_was_still_to_be_sent_goes_out_with_the_next_mean(before: str, after: str, hosts: str) -> None:
     """Of plain SGD: all steps together are those of the mean gradients at the places that were visited."""
     rate = [0.1, 0.1, 0.1, 0.05, 0.05]  # what was met at 0.1 counts so, also where it goes out at 0.05
 
@@ -82,12 +92,12 @@ def test_what_was_still_to_be_sent_goes_out_with_the_next_exact_mean() -> None:
         model, _, bound = started(world, "allreduce")
         bound.close()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        replica = un.parallel(model, optimizer, "topk(k=0.1)", world=world)
+        replica = un.parallel(model, optimizer, before, world=world)
         expected = values(model)
         for t in range(5):
             if t == 3:
                 assert any(not torch.equal(x, y) for x, y in zip(values(model), expected, strict=True))
-                replica = replica.switch("allreduce")
+                replica = replica.switch(after)
             for group in optimizer.param_groups:
                 group["lr"] = rate[t]
             for rank in range(world.size):  # in one process, without anything of ours
@@ -103,7 +113,7 @@ def test_what_was_still_to_be_sent_goes_out_with_the_next_exact_mean() -> None:
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
         replica.close()
 
-    run_threads(work, 2)
+    run_threads(work, len(hosts), hosts=list(hosts))
 
 
 def test_what_goes_over_stays_in_the_units_of_amps_loss_scale() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -69,8 +70,22 @@ class Residual(NamedTuple):
 
     def total(self, name: str) -> Tensor | None:
         """All that was kept back of a parameter; None where that is nothing."""
-        found = [x for path, x in self.local.get(name, {}).items() if _key(path) == "residual"]
+        entries = {**self.shared["each"].get(name, {}), **self.local.get(name, {})}
+        found = [entries[path] * _count_ranks(path, entries) for path in _residuals(entries)]
         return torch.stack(found).sum(0) if found else None
+
+
+def read_loss_scale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], *, strict: bool) -> float:
+    """What gradients are multiplied by: nothing any more if the scaler has unscaled them, as it has when a window
+    ends in the step (the short last one of an epoch, say). `strict`: all must be multiplied alike."""
+    states = getattr(scaler, "_per_optimizer_states", {})  # one that is disabled has none
+    unscaled = [id(o) in states and states[id(o)]["stage"] is OptState.UNSCALED for o in optimizers]
+    if strict and any(unscaled) and not all(unscaled):
+        raise ValueError(
+            f"a window of {len(unscaled)} optimizers ends after the GradScaler has unscaled the gradients of some of "
+            "them: call replica.sync() before the first scaler.unscale_() or scaler.step()"
+        )
+    return 1.0 if all(unscaled) else scaler.get_scale()
 
 
 class OwnPart(Protocol):
@@ -479,12 +494,16 @@ def _check_line(value: Tensor, bucket: Bucket, path: str) -> None:
 def _add_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, state: State) -> bool:
     """What was still to be sent, kept elsewhere in another reducer's state: to the first place for such here. False
     where there is none."""
-    places = [holder[key] for path, holder, key in _walk(state) if path[0] == "*" and key == "residual"]
+    places = [holder for path, holder, key in _walk(state) if path[0] == "*" and key == "residual"]
     if not places:
         return False
-    for view, entries in zip(bucket.views(places[0]), known, strict=True):
+    rates = places[0].get("lr", list(bucket.lr))
+    for i, (view, entries) in enumerate(zip(bucket.views(places[0]["residual"]), known, strict=True)):
         for path in _residuals(entries):
-            view.add_(entries.pop(path))
+            if rates[i] is None:
+                rates[i] = _rate_met(path, entries)
+            factor = _weigh_leftover(path, entries, rates[i])
+            view.add_(entries.pop(path), alpha=factor)
     return True
 
 
@@ -495,8 +514,7 @@ def _send_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket) -> bool:
     any_sent = False
     for view, rate, entries in zip(bucket.tensors, bucket.lr, known, strict=True):
         for path in _residuals(entries):
-            met = entries.get(path[1:].removesuffix("residual") + "lr")
-            factor = met / rate if met is not None and met > 0 and rate > 0 else 1.0
+            factor = _weigh_leftover(path, entries, rate)
             view.add_(entries.pop(path), alpha=factor)
             any_sent = True
     return any_sent
@@ -504,6 +522,25 @@ def _send_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket) -> bool:
 
 def _residuals(entries: dict[str, Any]) -> list[str]:
     return [path for path in entries if path[0] == "*" and _key(path) == "residual"]
+
+
+def _rate_met(path: str, entries: dict[str, Any]) -> float | None:
+    rate: float | None = entries.get(path[1:].removesuffix("residual") + "lr")
+    return rate
+
+
+def _weigh_leftover(path: str, entries: dict[str, Any], rate: float | None) -> float:
+    """How much what was kept at `path` counts, among what counts at this learning rate."""
+    met = _rate_met(path, entries)
+    factor = met / rate if met is not None and rate is not None and met > 0 and rate > 0 else 1.0
+    return factor * _count_ranks(path, entries)
+
+
+def _count_ranks(path: str, entries: dict[str, Any]) -> float:
+    """What `hierarchical` keeps on the leaders of hosts is of a mean over these: it counts for so many ranks each."""
+    outer, across, _ = path[1:].rpartition("across/")
+    size, _, leaders = str(entries.get(f"{outer}ranks", "")).partition(": ") if across else ("", "", "")
+    return int(size) / len(leaders.split()) if leaders else 1.0
 
 
 def _warn_of_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, reducer: Reducer) -> None:

@@ -181,11 +181,14 @@ class Counter(Windows):
         if self._end_pass is not None:
             self._end_pass()
         if not self._local:
-            self._count_due()
-            self._passes += 1
-            self.window = Window.OPEN
-            if self._passes >= self.accumulate:
-                self._end_window()
+            self._add_pass()
+
+    def _add_pass(self) -> None:
+        self._count_due()
+        self._passes += 1
+        self.window = Window.OPEN
+        if self._passes >= self.accumulate:
+            self._end_window()
 
     def after_step(self) -> None:
         super().after_step()
@@ -196,9 +199,13 @@ class Counter(Windows):
         return self._due or self._noted
 
     def catch_up(self) -> None:
+        """Also inside `no_sync`: what was noted came before it."""
         self._count_due()
         if self._noted:
-            self._end()
+            self._noted = False
+            if self._end_pass is not None:
+                self._end_pass()
+            self._add_pass()
 
     def count_pass(self) -> None:
         self._noted = False
@@ -216,8 +223,8 @@ class Counter(Windows):
             self._advance()
 
     def before_step(self) -> None:
-        """A step without a window, or with a short one, ends one."""
-        if self.window is not Window.ENDED and not self._local:
+        """A step without a window, or with a short one, ends one; and one with a pass that is not counted yet."""
+        if (self.window is not Window.ENDED or self._noted) and not self._local:
             self._end_window()
 
     def close(self) -> None:

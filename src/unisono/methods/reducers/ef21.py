@@ -75,14 +75,15 @@ def ef21(
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         before = [state[name]["velocity"] for name in names]
         v, own, mean = [spare.beside(bucket, x, name) for x, name in zip(before, names, strict=True)]
-        if state["size"] != world.size:  # the first reduction, or ranks were lost or have come
+        size = state["size"]  # below zero after an exact exchange, which a window that overflows takes back
+        if size != world.size and (size != -world.size or not before[2].any()):  # the first, or ranks are others
             v.copy_(bucket.flat).div_(bucket.scale)
             handle = world.all_reduce(bucket.flat, "mean", tag=bucket.tag)
             yield
             handle.wait()
             mean.copy_(bucket.flat).div_(bucket.scale)
             own.copy_(v)
-            after = state["inner"]
+            size, after = -world.size, state["inner"]
         else:
             torch.mul(before[0], 1.0 - momentum, out=v).add_(bucket.flat, alpha=momentum / bucket.scale)
             bucket.flat.copy_(narrow_to(torch.sub(v, before[1]).mul_(bucket.scale), bucket.dtype))
@@ -94,7 +95,8 @@ def ef21(
             for line, change in ((own, sent), (mean, reduced.mean)):
                 torch._foreach_add_(bucket.views(line), [x.to(line.dtype) for x in change], alpha=1 / bucket.scale)
             bucket.flat.copy_(narrow_to(mean * bucket.scale, bucket.dtype))
+            size = world.size
         lines = {name: {"velocity": x} for name, x in zip(names, (v, own, mean), strict=True)}
-        return Reduced(bucket.tensors), {"size": world.size, **lines, "inner": after}
+        return Reduced(bucket.tensors), {"size": size, **lines, "inner": after}
 
     return staged(init, stages, memory=True, sends=inner.sends, check=inner.check)

@@ -226,9 +226,8 @@ class AnchoredReplica(PeriodicReplica):
         if {name for bucket in fragment.buckets for name in bucket.names} != set(fragment.live):
             self.run(partial(fragment.build, self.strategy.bucket_bytes))
         index, weight, weights = fragment.index, self.weight(fragment.index), self._weights[fragment.index]
-        written, code = fragment.written, 0
+        written, code, fragment.written = fragment.written, 0, Written()  # from here on, the next one's
         if written.values:
-            fragment.written = Written()
             written.values = {name: value for name, value in written.values.items() if name in fragment.live}
             code = written.code()
         fragment.fill(weight, written.values)

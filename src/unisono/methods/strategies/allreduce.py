@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ from unisono.methods.buckets import ALONE_BUCKET_BYTES, BUCKET_BYTES, LARGE_BUCK
 from unisono.methods.checks import Note
 from unisono.methods.exchange.noise_scale import NoiseScale
 from unisono.methods.exchange.overlap import Exchange, split_sparse
-from unisono.methods.exchange.reduction import Reduction, check_real, overlap_pays
+from unisono.methods.exchange.reduction import Reduction, Residual, check_real, overlap_pays
 from unisono.methods.exchange.windows import count_windows
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.reducer import Reducer
@@ -81,12 +82,13 @@ class AllReduceReplica(Replica):
         self.start_or_close()
 
     def start(self) -> None:
-        if self.world.size == 1 and self.reducer.exact:
+        alone = self.world.size == 1 and self.reducer.exact
+        if alone and not self.reduction.keeps_own:
             self.windows = count_windows(self.model, self.strategy.accumulate, self.advance, late=True)
             return
         dense_ones, sparse_ones = split_sparse(self.model)
         check_real(self.reducer, dense_ones)
-        if self.reducer.exact:
+        if self.reducer.exact and not alone:
             self._probe = GradientProbe(self.model.parameters(), self.world)
         apart = self.reducer.apart and self.world.takes_parts
         self.windows = Exchange(
@@ -101,7 +103,7 @@ class AllReduceReplica(Replica):
             by_ready=self.strategy.order == "ready",
             apart=apart,
         )
-        self.noise = self.windows.noise = NoiseScale(self.world) if self.reducer.exact else None
+        self.noise = self.windows.noise = NoiseScale(self.world) if self.reducer.exact and not alone else None
         self.reduction.warn_if_more_than_dense(self.world)
 
     def _find_bucket_bytes(self, apart: bool) -> int:
@@ -123,6 +125,20 @@ class AllReduceReplica(Replica):
         if self.windows is not None:
             self.windows.catch_up()
         return super().shared_state()
+
+    def take_unsent(self, unsent: Residual) -> None:
+        super().take_unsent(unsent)
+        self._send_alone()
+
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        super().load_local(shared, locals_, same_world=same_world)
+        self._send_alone()
+
+    def _send_alone(self) -> None:
+        """What was kept back goes with the next gradients, also where there is nobody to send it to."""
+        if self.world.size == 1 and self.reducer.exact and self.reduction.keeps_own and self.windows is not None:
+            self.windows.close()
+            self.start()
 
     def stop(self, change: Change | None = None) -> None:
         if self._probe is not None:

@@ -100,7 +100,7 @@ class SpartaReplica(PeriodicReplica):
         self._exchanged.check()
         params = [p.detach() for p in self._exchanged.params]
         self._places = [self._draw(p, window, i) for i, p in enumerate(params)]
-        self._mine = [p[places] for p, places in zip(params, self._places, strict=True)]
+        self._mine = [p[places].clone() for p, places in zip(params, self._places, strict=True)]  # p[()] is a view
         self._handle = self._channel.all_reduce([x.clone() for x in self._mine], "mean", tag="sparta")
 
     def _draw(self, param: Tensor, window: int, index: int) -> tuple[Tensor, ...]:

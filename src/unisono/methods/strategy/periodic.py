@@ -138,10 +138,13 @@ class PeriodicReplica(Replica):
         """Hand over what the program has written since the method or the optimizer last wrote."""
         if not self.follows_writes:
             return
-        found = self.writes.find()
+        loads = self.writes.loads
+        # Alone, a write cannot be compared with other ranks': to evaluate an average and go on is none
+        found = self.writes.find(confirm=self.world.size == 1 and not loads)
         if found:
-            loaded, self.writes.loads = self.writes.loads > 0, 0
-            self.take_writes(found, loaded=loaded)
+            self.take_writes(found, loaded=loads > 0)
+        if found or loads:
+            self.writes.loads = 0
             self.writes.note()
 
     def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
@@ -204,6 +207,8 @@ class PeriodicReplica(Replica):
         self.windows.catch_up()
         if self.is_stepped:  # else when the others have stepped too, or before the next forward pass
             self._meet_all()
+        elif self.follows_writes:  # this optimizer's are none of the program's
+            self.writes.note()
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Meet after `scaler.update()` where the step was skipped."""

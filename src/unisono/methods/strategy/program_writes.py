@@ -32,10 +32,20 @@ class ProgramWrites:
         self._frozen: dict[str, _Seen] = {}
         self.loads = 0  # calls of model.load_state_dict
         self.on_load: Callable[[], None] | None = None
+        self._unloaded: dict[str, str] = {}  # by parameter: a mark of what the first load since `note()` has replaced
         inner = getattr(model, "_orig_mod", model)  # torch.compile puts another module around it
-        note = partial(_call, weakref.WeakMethod(self._note_load))
-        self._hook = add_hook(inner.register_load_state_dict_post_hook, note)
+        before, after = (partial(_call, weakref.WeakMethod(x)) for x in (self._mark_unloaded, self._note_load))
+        self._hooks = [
+            add_hook(inner.register_load_state_dict_pre_hook, before),
+            add_hook(inner.register_load_state_dict_post_hook, after),
+        ]
         self.note()
+
+    def _mark_unloaded(self) -> None:
+        if not self._unloaded:
+            written = self.find()
+            kept = [(name, p) for name, p in self._trained.named if name not in written and _is_plain(p)]
+            self._unloaded = {name: digest([p]) for name, p in kept}
 
     def _note_load(self) -> None:
         self.loads += 1
@@ -44,6 +54,7 @@ class ProgramWrites:
 
     def note(self) -> None:
         """Trainable parameters are what they should be."""
+        self._unloaded = {}
         if not self._named.have_changed():
             self._trained.look()
             return
@@ -51,11 +62,16 @@ class ProgramWrites:
         frozen = [(name, p) for name, p in self._named.named if not p.requires_grad]
         self._frozen = {name: self._frozen.get(name) or _Seen([(name, p)]) for name, p in frozen}
 
-    def find(self, *, thorough: bool = False) -> list[str]:
+    def find(self, *, thorough: bool = False, confirm: bool = False) -> list[str]:
         """Trainable parameters that the program wrote to since `note()`. `thorough`: values on a GPU count too, which
-        holds the program up until it has computed them, and what was written while a parameter was frozen."""
+        holds the program up until it has computed them, and what was written while a parameter was frozen. What was
+        loaded and taken back (to evaluate an average) is none. `confirm`: nor is what left the values looked at."""
         unfrozen = [s for s in self._frozen.values() if s.named[0][1].requires_grad] if thorough else []
-        return [name for seen in (self._trained, *unfrozen) for name in seen.find(wait=thorough)]
+        found = [name for seen in (self._trained, *unfrozen) for name in seen.find(wait=thorough, confirm=confirm)]
+        if self._unloaded and found:
+            params = dict(self._named.named)
+            found = [name for name in found if self._unloaded.get(name) != digest([params[name]])]
+        return found
 
     def find_frozen(self) -> dict[str, Parameter]:
         """Frozen parameters that the program moves by itself (a teacher that follows by a moving average)."""
@@ -64,7 +80,8 @@ class ProgramWrites:
 
     def close(self) -> None:
         """Follow them no more."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
 
 class _Seen:
@@ -91,9 +108,11 @@ class _Seen:
     def _read(self, places: Sequence[int]) -> Tensor:
         return torch.cat([self._samples[i] for i in places])
 
-    def find(self, *, wait: bool) -> list[str]:
-        """Those that are not what they were."""
+    def find(self, *, wait: bool, confirm: bool = False) -> list[str]:
+        """Those that are not what they were; `confirm`: by their values, where other signs say so."""
         found = {i for i, (_, p) in enumerate(self.named) if _read_signs(p) != self._signs[i]}
+        if confirm and found:
+            found = {i for i in found if not self._looks_the_same(i)}
         for kind, places in self._kinds.items():
             if kind[1].type == "cuda" and not wait:
                 continue
@@ -103,6 +122,13 @@ class _Seen:
                 pairs = zip(places, now.split(sizes), before.split(sizes), strict=True)
                 found |= {i for i, x, y in pairs if not x.equal(y)}
         return [name for i, (name, _) in enumerate(self.named) if i in found]
+
+    def _looks_the_same(self, i: int) -> bool:
+        now, seen = _view_some(self.named[i][1]), self._samples[i]
+        kind = seen.dtype, seen.device
+        start = sum(len(self._samples[j]) for j in self._kinds[kind] if j < i)
+        before = self._values[kind][start : start + len(seen)]
+        return len(now) > 0 and now.dtype == before.dtype and now.equal(before)
 
 
 class Written:

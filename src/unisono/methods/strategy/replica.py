@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from unisono.methods.buckets import load_optimizer
 from unisono.methods.checks import AtLeast, check_settings
 from unisono.methods.exchange.noise_scale import NoiseScale
 from unisono.methods.exchange.overlap import is_held
-from unisono.methods.exchange.reduction import OwnPart, Reduction
+from unisono.methods.exchange.reduction import OwnPart, Reduction, read_loss_scale
 from unisono.methods.exchange.reduction import Residual as Residual
 from unisono.methods.exchange.windows import Window, Windows, follow_optimizer, leave_optimizer, watch_steps
 from unisono.methods.facts import Pattern
@@ -293,9 +293,10 @@ class Replica:
         its step. Without it, that part counts twice or half once, after each change of the scale."""
         self.scaler = scaler
         if self.reduction is not None:
-            self.reduction.scale = scaler.get_scale
+            strict = not self.reduction.reducer.exact
+            self.reduction.scale = partial(read_loss_scale, scaler, self.members, strict=strict)
         if self.noise is not None:
-            self.noise.scale = scaler.get_scale
+            self.noise.scale = partial(read_loss_scale, scaler, self.members, strict=False)
 
     def consolidate(self) -> nn.Module:
         """The model to evaluate or to save: here, the model itself."""

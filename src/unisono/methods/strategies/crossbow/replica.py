@@ -80,6 +80,7 @@ class CrossbowReplica(PeriodicReplica):
         self._side: SideChannel | None = None
         self._written = Written()  # by the program, since the last exchange began
         self._writer = 0  # the learner that it last wrote to
+        self._common: dict[str, Tensor] = {}  # when the state was last asked for, what all had written alike
         self._captured: CapturedLearners | None = None
         self._laid_out = 0  # times since the last replay
         self._in_lines = False  # parameters lie in lines, which they keep alive
@@ -453,13 +454,9 @@ class CrossbowReplica(PeriodicReplica):
         self.meet_if_due()
         made = self.copy_model()
         self.center.copy_to([p.detach() for p in made.parameters()])
-        waiting = self._list_written()
         copies = dict(made.named_parameters())
-        every = self.world.gather_objects([one.code() for one in waiting])
-        for i, one in enumerate(waiting):
-            if all(codes[i] == every[0][i] for codes in every):  # written by all since the central model last moved
-                for name, value in one.values.items():
-                    copies[name].copy_(value)
+        for name, value in self._find_common().items():
+            copies[name].copy_(value)
         self.average_frozen(made)
         buffers = [b.detach() for b in made.buffers()]
         for buffer, mean in zip(buffers, self._mean_buffers(), strict=True):
@@ -479,14 +476,19 @@ class CrossbowReplica(PeriodicReplica):
         """What the program wrote before the exchange that is under way, and since that began."""
         return [Written() if self._exchange is None else self._exchange.written, self._written]
 
+    def _find_common(self) -> dict[str, Tensor]:
+        """What every rank's program wrote alike since the central model last moved (every rank calls it)."""
+        waiting = self._list_written()
+        every = list(self.gather_present([one.code() for one in waiting]).values())
+        common = [one.values for i, one in enumerate(waiting) if all(codes[i] == every[0][i] for codes in every)]
+        return {name: value for values in common for name, value in values.items()}
+
     @torch.no_grad()
     def model_part(self) -> ModelPart:
         """The central model, not a learner; and all learners' buffers."""
         values = dict(zip(self.model.buffers(), self._mean_buffers(), strict=True))
-        values |= {param: self.center.z[name] for name, param in self.learners.named if name in self.center.z}
-        values |= {
-            param: self._written.values[name] for name, param in self.learners.named if name in self._written.values
-        }
+        central = self.center.z | self._common
+        values |= {param: central[name] for name, param in self.learners.named if name in central}
         return ModelPart(values)
 
     def shared_state(self) -> dict[str, Any]:
@@ -513,6 +515,7 @@ class CrossbowReplica(PeriodicReplica):
         }
 
     def local_state(self) -> dict[str, Any]:
+        self._common = self._find_common()  # for `model_part`, which must not ask
         return {"others": self.learners.state_dict(), "written": self._written.state_dict()}
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.launchers.runtime.frames import warn_user
 from unisono.methods.exchange.overlap import split_sparse
-from unisono.methods.exchange.reduction import check_real
+from unisono.methods.exchange.reduction import check_real, read_loss_scale
 from unisono.methods.exchange.windows import count_windows
 from unisono.methods.reducers.dense import dense
 from unisono.methods.strategies._crossing import Crossing, Piece
@@ -172,7 +172,7 @@ class SharedReplica(Replica):
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         super().watch(scaler)
         if self._crossing is not None:
-            self._crossing.reduction.scale = scaler.get_scale
+            self._crossing.reduction.scale = partial(read_loss_scale, scaler, self.members, strict=True)
 
     def write(self, change: Callable[[], Any]) -> None:
         """Change parameters between steps: `change()` is called on one rank of each host, while the others wait.

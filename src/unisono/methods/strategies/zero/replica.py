@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.methods.exchange.reduction import overlap_pays
+from unisono.methods.exchange.reduction import overlap_pays, read_loss_scale
 from unisono.methods.exchange.windows import Window, count_windows
 from unisono.methods.model_copies import unwrap
 from unisono.methods.offload.kinds import find_owners
@@ -354,7 +354,7 @@ class ZeroReplica(Replica):
             )
         super().watch(scaler)
         if self._across is not None:
-            self._across.watch(scaler.get_scale)
+            self._across.watch(partial(read_loss_scale, scaler, self.members, strict=True))
 
     # State -----------------------------------------------------------------------------------------------
 

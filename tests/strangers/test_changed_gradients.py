@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from stranger_programs import furthest, mlp, seeded, values
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import unisono as un
@@ -269,3 +271,53 @@ def test_gradients_that_were_not_cleared_are_refused_where_they_have_left(how: s
             train()
 
     run_threads(work, 2)
+
+
+class Checkpointed(nn.Module):
+    """The middle runs again in backward, by a backward pass inside the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.o(checkpoint(self.b, torch.tanh(self.a(x)), use_reentrant=True))
+        return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pass_inside_a_pass_keeps_what_was_reduced_before_it(overlap: bool) -> None:
+    """Of the last layer, whose unit is complete before the pass inside begins."""
+
+    def program(model: Any, optimizer: Any, bind: Any, ranks: list[int]) -> None:
+        made = bind()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, step, ranks).backward()
+            optimizer.step()
+        del made
+
+    run_both(f"zero(stage=1, unit_bytes=64, overlap={overlap})", program, make=lambda: seeded(Checkpointed).double())
+
+
+def test_a_loaded_state_counts_steps_of_each_parameter_by_itself() -> None:
+    """One takes no part in the first step after it is loaded; the optimizer steps by its own code."""
+
+    def train(ranks: list[int], world: World | None) -> list[Tensor]:
+        model = mlp()
+        optimizer = torch.optim.Adamax(model.parameters(), lr=0.05)
+        replica = None if world is None else un.parallel(model, optimizer, "shared", world=world)
+        for step in range(4):
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            model[2].requires_grad_(step != 2)  # type: ignore[index, operator]
+            loss(model, step, ranks).backward()
+            optimizer.step()
+        found = values(model)
+        del replica
+        return found
+
+    expected = train([0, 1], None)
+    for found in run_threads(lambda world: train([world.rank], world), 2):
+        assert furthest(found, expected) < 1e-12

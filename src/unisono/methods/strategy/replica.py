@@ -123,10 +123,8 @@ class Replica:
         self.outliers: Outliers | None = None  # steps that one rank alone would spoil are skipped
         self.noise: NoiseScale | None = None  # of gradients that are exchanged exactly
         self.is_closed = False
-        self._hooks: list[Any] = [
-            *watch_steps(optimizer, self._on_step_begin, self._on_step_end),
-            *watch_batch_norms(model, world),
-        ]
+        self._hooks: list[Any] = [*watch_steps(optimizer, self._on_step_begin, self._on_step_end)]
+        self._hooks += watch_batch_norms(model, world)
         self._calls = [CallHooks([model], self, is_whole=True)]
         if world.rank == 0:  # what it finds is said once
             follow_optimizer(self, optimizer)

@@ -46,6 +46,7 @@ class ShardedGradients:
         self.used_up: set[Unit] = set()
         self.overflow: set[Unit] = set()
         self.changed: set[int] = set()
+        self.hidden: set[Unit] = set()  # reduced, and not shown to the optimizer yet
         self._squares: dict[Unit, list[Tensor]] = {}  # of gradients that have left
         self._factors = [1.0] * len(self.places)  # by which they are to be multiplied
         self._last_factor: tuple[Any, float] = (None, 1.0)
@@ -242,7 +243,7 @@ class ShardedGradients:
     def _is_cleared(self, unit: Unit, slot: int) -> bool:
         """Whether `optimizer.zero_grad()` let go of my part of a gradient, in a step that runs its closure again."""
         mine = [leaf for part, leaf in zip(unit.parts, unit.leaves, strict=True) if part.slot == slot]
-        return unit.steps_here and any(leaf.grad is None for leaf in mine)
+        return unit.steps_here and unit not in self.hidden and any(leaf.grad is None for leaf in mine)
 
     def check(self, gradient: ShardedGradient) -> None:
         """Refuse one that was cleared: the memory holds later ones."""
@@ -260,6 +261,7 @@ class ShardedGradients:
 
     def show_to_optimizer(self, unit: Unit, used: Sequence[Any]) -> None:
         """Let the optimizer see the gradients of my parts of a unit; `used`: of which of its parameters."""
+        self.hidden.discard(unit)
         for one in unit.held:
             for part, leaf in zip(one.parts, one.leaves, strict=True):
                 if not used[part.slot]:

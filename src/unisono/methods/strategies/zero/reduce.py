@@ -162,6 +162,7 @@ class Backward(BackwardWatcher):
             self._lines.append(line)
             raise
         self._values.end_use(unit)
+        self.gradients.hidden.add(unit)
         if not self._passes_reduced and not all(fresh):
             self._kept.add(unit)
 

@@ -28,8 +28,8 @@ class ProgramWrites:
 
     def __init__(self, model: nn.Module) -> None:
         self._named = TrainableParameters(model.named_parameters())
-        self._trained = Seen([])
-        self._frozen: dict[str, Seen] = {}
+        self._trained = _Seen([])
+        self._frozen: dict[str, _Seen] = {}
         self.loads = 0  # calls of model.load_state_dict
         self.on_load: Callable[[], None] | None = None
         inner = getattr(model, "_orig_mod", model)  # torch.compile puts another module around it
@@ -47,9 +47,9 @@ class ProgramWrites:
         if not self._named.have_changed():
             self._trained.look()
             return
-        self._trained = Seen(self._named.trainable)
+        self._trained = _Seen(self._named.trainable)
         frozen = [(name, p) for name, p in self._named.named if not p.requires_grad]
-        self._frozen = {name: self._frozen.get(name) or Seen([(name, p)]) for name, p in frozen}
+        self._frozen = {name: self._frozen.get(name) or _Seen([(name, p)]) for name, p in frozen}
 
     def find(self, *, thorough: bool = False) -> list[str]:
         """Trainable parameters that the program wrote to since `note()`. `thorough`: values on a GPU count too, which
@@ -67,7 +67,7 @@ class ProgramWrites:
         self._hook.remove()
 
 
-class Seen:
+class _Seen:
     """What some parameters were at the last `look()`."""
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:

@@ -163,8 +163,8 @@ class Backward(BackwardWatcher):
             raise
         self._values.end_use(unit)
         self.gradients.hidden.add(unit)
-        if not self._passes_reduced and not all(fresh):
-            self._kept.add(unit)
+        if not self._passes_reduced:
+            (self._kept.discard if all(fresh) else self._kept.add)(unit)
 
         noise = self.noise if last and not self._passes_reduced else None  # else of several passes, each reduced alone
 

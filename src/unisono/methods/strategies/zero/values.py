@@ -22,7 +22,6 @@ from unisono.methods.strategies._host_memory import HostMemory, Placed, Writes, 
 from unisono.methods.strategies.zero.codes import gather_codes, round_line
 from unisono.methods.strategies.zero.hooks import ModelHook
 from unisono.methods.strategies.zero.units import UNCALLED, WHOLE, Unit
-from unisono.methods.strategy.program_writes import Seen
 from unisono.world import World
 
 
@@ -113,7 +112,7 @@ class WholeValues(Values):
         self.always_here = not self._coded
         self._late: set[Unit] = set()  # units whose new values nothing has asked for yet
         self._watched = Watched(self._units, weakref.WeakMethod(self.use))
-        self._seen: dict[Unit, Seen] = {}  # the parameters as they came, where steps are taken elsewhere
+        self._versions: list[int] = []  # of the parameters, where steps are taken elsewhere
         self._hooks: list[Any] = []
         where = {param: unit for unit in units for param in unit.params}
         for module in model.modules() if wait is not None else ():
@@ -131,9 +130,7 @@ class WholeValues(Values):
     def release_all(self) -> None:  # nothing is let go, but the values are those that count
         for unit in self._coded:  # which are exact now, on every rank: what would arrive of them
             unit.full.copy_(round_line(unit.full))
-        for unit in self._units if self._wait is not None else ():
-            if unit not in self._late:
-                self._seen[unit] = Seen([*zip(unit.names, unit.params, strict=True)])
+        self._versions = [param._version for unit in self._units for param in unit.params]
 
     def take_written(self) -> None:
         for unit in self._units if self._wait is None else ():
@@ -144,11 +141,13 @@ class WholeValues(Values):
     def refuse_written(self) -> None:
         if self._wait is None:
             return
-        for unit in self._units:
-            if unit not in self._late and (names := self._seen[unit].find(wait=False)):
+        moved = {unit.params[slot] for unit in self._units for slot in unit.find_moved()}
+        every = ((name, param) for unit in self._units for name, param in zip(unit.names, unit.params, strict=True))
+        for (name, param), before in zip(every, self._versions, strict=True):
+            if param._version != before or param in moved:
                 raise ValueError(
-                    f"parameter {names[0]!r} was written to since the last step, and what the optimizer steps is off "
-                    "the device, with an update that may have been under way: write in replica.write(function), which "
+                    f"parameter {name!r} was written to since the last step, and what the optimizer steps is off the "
+                    "device, with an update that may have been under way: write in replica.write(function), which "
                     "every rank calls"
                 )
 
@@ -204,7 +203,6 @@ class WholeValues(Values):
             self._wait(unit)
             if self._world.size > 1:
                 self._gather(unit)
-            self._seen[unit].look()
 
     def _gather(self, unit: Unit, *, exact: bool = False) -> None:
         gather_values(unit, unit.master.to(unit.dtype) if unit.coded else unit.shard, self._world, exact=exact)

@@ -223,14 +223,14 @@ def test_what_has_added_up_inside_no_sync_alone_is_exchanged_by_sync() -> None:
 
 
 class TwoKinds(nn.Module):
-    """Layers in fp64, and one in fp32 between them."""
+    """Layers in fp64, and a last one in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.o = nn.Linear(4, 8).double(), nn.Linear(8, 8), nn.Linear(8, 1).double()
+        self.a, self.b, self.o = nn.Linear(4, 8).double(), nn.Linear(8, 8).double(), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.o(self.b(torch.tanh(self.a(x)).float()).double())
+        found: Tensor = self.o(self.b(torch.tanh(self.a(x))).float()).double()
         return found
 
 

@@ -212,7 +212,7 @@ def test_an_optimizer_made_anew_is_noticed_once(strategy: str) -> None:
     train(model, anew, torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "shared", "local_sgd"])
+@pytest.mark.parametrize("strategy", ["allreduce", "shared", "local_sgd", "zero(stage=1)", "zero(stage=3)"])
 def test_parameters_that_come_after_parallel_are_refused_by_name(strategy: str) -> None:
     """Those that were in the model before may come to the optimizer later, as a program thaws them."""
 

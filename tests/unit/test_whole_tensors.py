@@ -393,3 +393,26 @@ def test_whole_tensors_stay_exact_beside_what_is_compressed() -> None:
     train(alone, muon(alone), [0, 1], range(2))
     for found in run_threads(worker, 2):
         torch.testing.assert_close(found, values(alone), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_matrix_of_one_row_has_a_state_of_its_own_kind(late: bool) -> None:
+    """Adafactor keeps means of columns: of one row they have the row's shape, of other matrices another. `late`: it
+    comes to the optimizer in a later group."""
+
+    def work(world: World | None) -> dict[int, dict[str, Any]]:
+        model = nn.Sequential(make_model(), nn.Linear(3, 1).double())
+        for p in model[1].parameters():
+            nn.init.constant_(p, 0.5)
+        optimizer = torch.optim.Adafactor(model[0].parameters() if late else model.parameters(), lr=0.1)
+        replica = None if world is None else un.parallel(model, optimizer, "zero(stage=2)", world=world)
+        if late:
+            optimizer.add_param_group({"params": model[1].parameters()})
+        train(model, optimizer, [0, 1] if world is None else [world.rank], range(2))
+        state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
+        del replica
+        return state
+
+    expected = work(None)
+    for found in run_threads(work, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -99,6 +99,11 @@ def sum_squares(tensors: Iterable[Tensor]) -> Tensor:
     found: Sequence[Tensor] = [x.detach() for x in tensors if x.numel()]
     if not found:
         return torch.zeros((), dtype=torch.float64)
-    wide = torch.float64 if found[0].dtype in (torch.float64, torch.complex128) else torch.float32
-    norms = torch._foreach_norm(list(found), 2, dtype=None if found[0].is_complex() else wide)
-    return torch.stack(norms).double().square().sum()
+    of_kind: dict[torch.dtype, list[Tensor]] = {}
+    for x in found:
+        of_kind.setdefault(x.dtype, []).append(x)
+    norms: list[Tensor] = []
+    for kind, some in of_kind.items():
+        wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
+        norms += [x.double() for x in torch._foreach_norm(some, 2, dtype=wide)]
+    return torch.stack(norms).square().sum()

@@ -116,6 +116,8 @@ class Exchange(BackwardWatcher):
         """Take other memory for a bucket whose gradients the program still holds: those of a window before, which it
         has taken off the parameters. In one process the next backward pass writes elsewhere too."""
         for bucket, every in self._memory.items():
+            for memory in every:
+                memory.renew_moved(bucket)
             off = [k for k, (p, x) in enumerate(zip(bucket.params, bucket.tensors, strict=True)) if p.grad is not x]
             if not off or (len(every) == 1 and not every[0].is_kept(off)):
                 continue
@@ -390,8 +392,13 @@ class Exchange(BackwardWatcher):
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
         if self.window is not Window.ENDED and not self._kept_local and not self._local:
+            self.weigh_given()
             self._build_if_changed()
             self._exchange()
+
+    def sync(self) -> None:
+        self._kept_local = False
+        self.before_step()
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
@@ -456,7 +463,20 @@ class _Memory:
 
     def __init__(self, bucket: Bucket) -> None:
         self.flat, self.tensors = bucket.flat, bucket.tensors
+        self._places = [*map(Tensor.data_ptr, self.tensors)]
         self._users: int | None = None
+
+    def renew_moved(self, bucket: Bucket) -> None:
+        """Where the program gave a gradient of ours other memory (`p.grad.data = x`), another tensor is made for its
+        place here."""
+        if [*map(Tensor.data_ptr, self.tensors)] == self._places:
+            return
+        views = bucket.views(self.flat)
+        for k in bucket.apart:
+            views.insert(k, self.tensors[k])
+        for k, (view, place) in enumerate(zip(views, self._places, strict=True)):
+            if self.tensors[k].data_ptr() != place:
+                self.tensors[k] = view
 
     def count_users(self) -> None:
         """A window ends: the tensors that lie here now are ours."""

@@ -137,6 +137,10 @@ class Windows:
         """End the window, unless one has ended for the step that follows."""
         raise NotImplementedError
 
+    def sync(self) -> None:
+        """End the window, also if all of its passes were inside `no_sync`."""
+        self.before_step()
+
     def close(self) -> None:
         """Stop watching."""
         raise NotImplementedError
@@ -248,6 +252,7 @@ class BackwardWatcher(Windows):
         self.world = world
         self._task = -1  # of autograd: the pass under way
         self._is_last = False  # this pass ends the window
+        self._had_pass = False  # backward has added to the gradients of the next step
 
     def watch(self, params: Sequence[tuple[Any, Parameter]]) -> None:
         """Put hooks on parameters, each with the key by which `take` is to know it. Nothing may fail after this: hooks
@@ -274,7 +279,7 @@ class BackwardWatcher(Windows):
     def _begin(self, task: int, key: Any) -> None:
         self._is_last = not self._local and self._passes + 1 >= self.accumulate
         self.begin_pass(key)
-        self._task = task
+        self._task, self._had_pass = task, True
         Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -286,21 +291,37 @@ class BackwardWatcher(Windows):
     def count_pass(self) -> None:
         self.world.run_tolerating_loss(super().count_pass)
 
+    def weigh_given(self) -> None:
+        """A step without a backward pass takes the gradients that the program set: those of torch.func.grad count by
+        the weight of their batch here, those of torch.autograd.grad went through the hooks of `GradientWeights`."""
+        if not self._had_pass:
+            self._weights.weigh_given()
+
+    def after_step(self) -> None:
+        super().after_step()
+        self._had_pass = self._weights.were_used = False
+
     def close(self) -> None:
         self._weights.close()
         for hook in self._hooks:
             hook.remove()
 
 
-def _on_gradient(watcher: weakref.ref[BackwardWatcher], key: Any, _: Tensor) -> None:
-    """The hook on every parameter."""
+def _on_gradient(watcher: weakref.ref[BackwardWatcher], key: Any, param: Tensor) -> None:
+    """The hook on every parameter. Hooks that the program registered after it may change the gradient: from the next
+    pass on they come first, and in this one the gradient is taken at the end."""
     alive = watcher()
     if alive is None:
         return
+    hooks = param._post_accumulate_grad_hooks
+    is_last = len(hooks) == 1 or getattr(next(reversed(hooks.values())), "func", None) is _on_gradient
+    if not is_last:
+        own = next(i for i, hook in hooks.items() if getattr(hook, "args", None) == (watcher, key))
+        hooks[own] = hooks.pop(own)
     task = torch._C._current_graph_task_id()
     if task != alive._task:
         alive.world.run_tolerating_loss(partial(alive._begin, task, key))
-    if alive.takes_each and (alive.world.elastic is None or not alive.world.elastic.is_idle):
+    if is_last and alive.takes_each and (alive.world.elastic is None or not alive.world.elastic.is_idle):
         alive.take(key)
 
 
@@ -310,6 +331,7 @@ class GradientWeights:
     def __init__(self, params: Sequence[Parameter], world: World) -> None:
         self._params, self._world = list(params), world
         self._hooks: list[Any] = []
+        self.were_used = False  # for the next step
         world.on_weight(self)
         self.weight_changed(world.weight)
 
@@ -317,15 +339,29 @@ class GradientWeights:
         """Called by the world: batches have this weight from now on."""
         for hook in self._hooks:
             hook.remove()
-        scale = partial(scale_gradient, weight)
+        scale = partial(_weigh_gradient, weakref.ref(self), weight)
         scaled = [(p, scale) for p in self._params] if weight != 1.0 else []
         self._hooks = [p.register_hook(hook) for p, hook in while_on(scaled)]
+
+    def weigh_given(self) -> None:
+        """Scale the gradients that the program set, unless they were scaled as they were computed."""
+        for p in self._params if self._world.weight != 1.0 and not self.were_used else ():
+            if p.grad is not None and type(p.grad) is Tensor:  # no mean of ours, which is the same on all ranks
+                p.grad = scale_gradient(self._world.weight, p.grad)
 
     def close(self) -> None:
         """Take the hooks off."""
         self._world.off_weight(self)
         for hook in self._hooks:
             hook.remove()
+
+
+def _weigh_gradient(weights: weakref.ref[GradientWeights], weight: float, grad: Tensor) -> Tensor:
+    """The hook on every parameter."""
+    alive = weights()
+    if alive is not None:
+        alive.were_used = True
+    return scale_gradient(weight, grad)
 
 
 def scale_gradient(weight: float, grad: Tensor) -> Tensor:
@@ -405,6 +441,14 @@ class StepHooks:
         watcher = Watcher(self, begin, end)
         self._watchers.append(watcher)
         return watcher
+
+    def come_innermost(self) -> None:
+        """All hooks of the program run before these before a step, and after these after it."""
+        optimizer: Any = self._optimizer()
+        if self._handles and not self._running and optimizer is not None:
+            begin, end = self._handles
+            optimizer._optimizer_step_pre_hooks.move_to_end(begin.id)
+            optimizer._optimizer_step_post_hooks.move_to_end(end.id, last=False)
 
     def leave(self, watcher: Watcher) -> None:
         """Call it no more."""

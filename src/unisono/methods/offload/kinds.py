@@ -177,5 +177,6 @@ def choose_owners(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
 def find_owners(model: nn.Module, optimizer: Optimizer, ranks: int) -> dict[nn.Parameter, int]:
     """Of the trainable parameters that are stepped whole, which of so many ranks steps each."""
     kinds = find_kinds(optimizer)
-    whole = [p for p in model.parameters() if p.requires_grad and kinds.get(p) == "tensors"]
+    late = "tensors" if "tensors" in kinds.values() else "elements"  # what may come to the optimizer in a later group
+    whole = [p for p in model.parameters() if p.requires_grad and kinds.get(p, late) == "tensors"]
     return dict(zip(whole, choose_owners([p.shape for p in whole], ranks), strict=True))

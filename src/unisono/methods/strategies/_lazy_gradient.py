@@ -19,6 +19,16 @@ class LazyGradient(Tensor):
 
     owner: Callable[[], Any]  # a weak reference: a gradient keeps no replica alive
 
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor; what is set (`p.grad.data = x`) becomes its values."""
+        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return found
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.copy_(values)
+
     def find_owner(self) -> Any:
         """The object that has the values."""
         owner = self.owner()

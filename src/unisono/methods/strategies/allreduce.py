@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from unisono.methods.buckets import ALONE_BUCKET_BYTES, BUCKET_BYTES, LARGE_BUCKET_BYTES
 from unisono.methods.checks import Note
@@ -115,6 +116,17 @@ class AllReduceReplica(Replica):
         overlap = overlap_pays(self.world) if self.strategy.overlap is None else self.strategy.overlap
         large = not self.reducer.exact if on_gpu else apart and not overlap  # nothing then waits to be filled
         return LARGE_BUCKET_BYTES if large else BUCKET_BYTES
+
+    def _prepare_step(self, closure: Callable[[], Any] | None, args: Any, kwargs: dict[str, Any]) -> Any:
+        """LBFGS decides by the loss how far it steps, and when to stop: by that of all ranks."""
+        if closure is not None and isinstance(self.stepping, LBFGS) and self.world.size > 1:
+            closure = partial(self._take_mean_loss, closure)
+        return super()._prepare_step(closure, args, kwargs)
+
+    def _take_mean_loss(self, closure: Callable[[], Any]) -> Any:
+        loss = torch.as_tensor(closure()).detach().double() * self.world.weight
+        self.world.run_tolerating_loss(lambda: self.world.all_reduce(loss, "mean", tag="loss of LBFGS").wait())
+        return loss
 
     def advance(self) -> None:
         if self._probe is not None:

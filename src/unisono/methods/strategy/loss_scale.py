@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from unisono.methods.exchange.windows import watch_steps
 from unisono.methods.strategy.replica import Replica
 
 _torch_scale = torch.amp.GradScaler.scale  # what ours calls: torch's, or what another library has put there
@@ -61,7 +62,8 @@ def _check_at_step(replica: Replica, scaler: torch.amp.GradScaler) -> None:
     """At the first step: refuse a program that steps without the scaler which its backward passes were held for."""
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         reduction = replica.reduction
         is_used = id(optimizer) in scaler._per_optimizer_states  # `scaler.unscale_` and `scaler.step` note them here
         if not is_used and not replica.is_closed and reduction is not None and not reduction.reducer.exact:
@@ -72,7 +74,7 @@ def _check_at_step(replica: Replica, scaler: torch.amp.GradScaler) -> None:
                 "model while only other models learn from that loss"
             )
 
-    hook = replica.optimizer.register_step_pre_hook(check)
+    hooks = watch_steps(replica.optimizer, check, lambda _: None)
 
 
 def _find_leaves(outputs: Any) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ from unisono.methods.exchange.noise_scale import NoiseScale
 from unisono.methods.exchange.overlap import is_held
 from unisono.methods.exchange.reduction import OwnPart, Reduction, read_loss_scale
 from unisono.methods.exchange.reduction import Residual as Residual
-from unisono.methods.exchange.windows import Window, Windows, follow_optimizer, leave_optimizer, watch_steps
+from unisono.methods.exchange.windows import StepHooks, Window, Windows, follow_optimizer, leave_optimizer, watch_steps
 from unisono.methods.facts import Pattern
 from unisono.methods.joined_optimizers import members_of
 from unisono.methods.strategy.averages import AveragedValues
@@ -55,7 +55,9 @@ class Strategy(ABC):
         """Refuse what cannot work, by name and with the reason; else start watching the model."""
         check_settings(self)
         self.check(model, optimizer, world)
-        return self.make(model, optimizer, world)
+        replica = self.make(model, optimizer, world)
+        replica.late_parameters = LateParameters(model, optimizer)  # the method may have put others in their place
+        return replica
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:  # noqa: B027 - most need none
         """Refuse settings that do not go together, and a model, an optimizer or a world that the method cannot take."""
@@ -94,6 +96,7 @@ class Replica:
     not_measured: tuple[str, ...] = ()  # the parts of a step that the ledger's rows cannot tell from others
     same_parameters: ClassVar[bool] = False  # after every step, bit by bit: ranks compare them now and then
     counts_steps: ClassVar[bool] = True  # every step of the optimizer counts in an average of the weights
+    hides_gradients: bool = False  # in the optimizer's step: the program's hooks run around that
     no_average: ClassVar[str] = ""  # why there can be none of the weights under this method, and what to do instead
     bytes_by_formula: ClassVar[bool] = False  # the ledger's bytes are not counted where they are sent
 
@@ -114,17 +117,14 @@ class Replica:
         self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
         self._faults = FaultWatch.find(model, world)  # None: no fault script asks for any
         self._parameter_watch = ParameterWatch.find() if self.same_parameters else None
-        splits = type(self).sharded_state is not Replica.sharded_state  # and puts others in their place
-        self._late_parameters = None if splits else LateParameters(model, optimizer)
+        self.late_parameters: LateParameters | None = None
         self.healing: Healing | None = None  # where ranks come and go
         self.weight_average: Average | None = None  # see `un.average`
         self.outliers: Outliers | None = None  # steps that one rank alone would spoil are skipped
         self.noise: NoiseScale | None = None  # of gradients that are exchanged exactly
         self.is_closed = False
-        self._hooks: list[Any] = [
-            *watch_steps(optimizer, self._on_step_begin, self._on_step_end),
-            *watch_batch_norms(model, world),
-        ]
+        self._hooks: list[Any] = [*watch_steps(optimizer, self._on_step_begin, self._on_step_end)]
+        self._hooks += watch_batch_norms(model, world)
         self._calls = [CallHooks([model], self, is_whole=True)]
         if world.rank == 0:  # what it finds is said once
             follow_optimizer(self, optimizer)
@@ -141,8 +141,8 @@ class Replica:
     def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.weight_average is not None:
             self.weight_average.refuse_step()
-        if self._late_parameters is not None and self.world.size > 1:
-            self._late_parameters.refuse()
+        if self.late_parameters is not None and self.world.size > 1:
+            self.late_parameters.refuse()
         closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
         self.stepping = optimizer
         if self.healing is None or closure is not None:
@@ -249,6 +249,8 @@ class Replica:
     def advance(self) -> None:
         """Count a window, and end the ledger's step."""
         self.step += 1
+        for member in self.members if self.hides_gradients else ():
+            StepHooks.of(member).come_innermost()
         if not self.world.batch_weights.end_window() and len(self._calls) == 1:  # a program that calls modules itself
             self._calls.append(CallHooks(list(self.model.modules())[1:], self, is_whole=False))
         if self.world.axes is not None:
@@ -286,7 +288,7 @@ class Replica:
     def sync(self) -> None:
         """End the window now, on every rank: what has added up so far is exchanged. `optimizer.step()` does it
         too; call it before clipping or AMP's unscaling where the last window of an epoch may be short."""
-        self.world.run_tolerating_loss(self.before_step if self.windows is None else self.windows.before_step)
+        self.world.run_tolerating_loss(self.before_step if self.windows is None else self.windows.sync)
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of

@@ -196,6 +196,7 @@ class Backward(BackwardWatcher):
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part. So does
         what was kept local: the ranks have one model, which none can step with gradients of its own."""
         if self.window is not Window.ENDED:
+            self.weigh_given()
             self._open_window()
             self._end_window()
 

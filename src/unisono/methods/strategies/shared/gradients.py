@@ -209,6 +209,8 @@ class Place:
             do_changes(self.own, [(how, factor)])
         elif not self.cleared:
             self.changes.append((how, factor))
+        if self.local is not None:  # autograd's own memory
+            self.local = self.local * factor if how == "mul" else self.local / factor
 
     def clear(self) -> None:
         """Forget it."""

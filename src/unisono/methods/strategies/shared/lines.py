@@ -218,7 +218,8 @@ class HostState:
             if write and state[key] is not view:
                 view.copy_(state[key])
             state[key] = view
-        scalars = rule.read_scalars({k: v for k, v in state.items() if k not in lines and v is not None})
+        rest = {k: v for k, v in state.items() if k not in lines and v is not None}
+        scalars = rule.read_scalars({k: v.clone() if isinstance(v, Tensor) else v for k, v in rest.items()})
         same = (id(group), *((k, str(_describe(v))) for k, v in sorted(scalars.items())))
         one.state, one.lines, one.count = state, lines, counts.setdefault(same, StepCount(scalars))
 

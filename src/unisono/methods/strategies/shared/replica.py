@@ -38,6 +38,7 @@ class SharedReplica(Replica):
 
     strategy: shared
     slow_ranks = "deal"
+    hides_gradients = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: shared) -> None:
         self.reducer = strategy.reducer if strategy.reducer is not None else dense()

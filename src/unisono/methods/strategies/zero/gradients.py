@@ -46,6 +46,7 @@ class ShardedGradients:
         self.used_up: set[Unit] = set()
         self.overflow: set[Unit] = set()
         self.changed: set[int] = set()
+        self.hidden: set[Unit] = set()  # reduced, and not shown to the optimizer yet
         self._squares: dict[Unit, list[Tensor]] = {}  # of gradients that have left
         self._factors = [1.0] * len(self.places)  # by which they are to be multiplied
         self._last_factor: tuple[Any, float] = (None, 1.0)
@@ -101,7 +102,7 @@ class ShardedGradients:
     def scale(self, numbers: Sequence[int], factor: Any) -> None:
         """Multiply my parts of some gradients."""
         self.forget_norms()
-        chosen = {number for number in numbers if self.places[number][0] not in self.used_up}
+        chosen = {number for number in numbers if not self._is_gone(self.places[number][0])}
         for number in chosen:
             self._factors[number] *= self._as_float(factor)
         for mine in self._take_lines(chosen):
@@ -110,7 +111,7 @@ class ShardedGradients:
     def clear(self, number: int) -> None:
         """Make my part of a gradient zero."""
         self.forget_norms()
-        if self.places[number][0] not in self.used_up:
+        if not self._is_gone(self.places[number][0]):
             self._factors[number] = 0.0
             for mine in self._take_lines([number]):
                 mine.zero_()
@@ -128,6 +129,10 @@ class ShardedGradients:
             found_inf.fill_(1.0)
         if self._world.axes is not None:
             self._world.axes.agree_overflow(found_inf)
+
+    def _is_gone(self, unit: Unit) -> bool:
+        """Whether its gradients were stepped with off the device; elsewhere the next pass may add to them."""
+        return unit in self.used_up and not unit.steps_here
 
     def _take_lines(self, numbers: Collection[int]) -> list[Tensor]:
         """My parts of some gradients, and those of which I keep a copy, to be changed: whole lines where all of a unit
@@ -238,7 +243,7 @@ class ShardedGradients:
     def _is_cleared(self, unit: Unit, slot: int) -> bool:
         """Whether `optimizer.zero_grad()` let go of my part of a gradient, in a step that runs its closure again."""
         mine = [leaf for part, leaf in zip(unit.parts, unit.leaves, strict=True) if part.slot == slot]
-        return unit.steps_here and any(leaf.grad is None for leaf in mine)
+        return unit.steps_here and unit not in self.hidden and any(leaf.grad is None for leaf in mine)
 
     def check(self, gradient: ShardedGradient) -> None:
         """Refuse one that was cleared: the memory holds later ones."""
@@ -256,6 +261,7 @@ class ShardedGradients:
 
     def show_to_optimizer(self, unit: Unit, used: Sequence[Any]) -> None:
         """Let the optimizer see the gradients of my parts of a unit; `used`: of which of its parameters."""
+        self.hidden.discard(unit)
         for one in unit.held:
             for part, leaf in zip(one.parts, one.leaves, strict=True):
                 if not used[part.slot]:
@@ -353,27 +359,41 @@ class ShardedGradient(LazyGradient):
         return self
 
     def find_norm(self, order: float, dtype: torch.dtype | None) -> Tensor:
+        self._refuse_local("its norm")
         found = self.find_owner().norm(self.number, order)
         return found if dtype is None else found.to(dtype)
 
+    def _refuse_local(self, what: str) -> None:
+        if self.local is not None:
+            raise NotImplementedError(
+                f"{what}, of a gradient that is split over the ranks, and to which a backward pass has added whose "
+                "window has not ended: read it after the window, or call optimizer.zero_grad() before the window, "
+                "which sets it to None"
+            )
+
     def change(self, how: str, number: Any) -> None:
-        self.find_owner().scale([self.number], number if how == "mul" else 1.0 / number)
+        self.multiply_all([self], number if how == "mul" else 1.0 / number)
 
     def clear(self) -> None:
         self.local, self.cleared = None, True
         self.find_owner().clear(self.number)
 
     def limit(self, low: Any, high: Any) -> Any:
+        self._refuse_local("limits of its elements")
         self.find_owner().clamp(self.number, low, high)
         return self
 
     @classmethod
     def multiply_all(cls, gradients: Sequence[ShardedGradient], factor: Any) -> None:
-        for owner, numbers in _by_owner(gradients).items():
+        for owner, numbers in _by_owner([x for x in gradients if not x.cleared]).items():
             owner.scale(numbers, factor)
+        for gradient in (x for x in gradients if x.local is not None):  # which is autograd's own memory
+            gradient.local = gradient.local * factor
 
     @classmethod
     def unscale_all(cls, gradients: Sequence[ShardedGradient], found_inf: Tensor, factor: Tensor) -> None:
+        for gradient in gradients:
+            gradient._refuse_local("a GradScaler's look at it")
         for owner, numbers in _by_owner(gradients).items():
             owner.unscale(numbers, found_inf, factor)
 

@@ -162,7 +162,7 @@ class OptimizerShards:
         line = like.new_zeros(unit.shard_length)
         for part, leaf in zip(unit.parts, unit.leaves, strict=True):
             value = self.states(unit).get(leaf, {}).get(key)
-            if value is not None:
+            if value is not None and has_element_each(value.shape, key, leaf.shape):  # of others it may be a row
                 line[part.at : part.at + part.length].copy_(value.reshape(-1))
         return line
 

@@ -99,6 +99,7 @@ class Backward(BackwardWatcher):
     def _open_window(self) -> None:
         self.gradients.open_window()
         self._passes_reduced = 0
+        self._kept: set[Unit] = set()  # those whose gradients of the window before have not been cleared
         self.window = Window.OPEN
 
     def _open_pass(self) -> None:
@@ -161,6 +162,9 @@ class Backward(BackwardWatcher):
             self._lines.append(line)
             raise
         self._values.end_use(unit)
+        self.gradients.hidden.add(unit)
+        if not self._passes_reduced:
+            (self._kept.discard if all(fresh) else self._kept.add)(unit)
 
         noise = self.noise if last and not self._passes_reduced else None  # else of several passes, each reduced alone
 
@@ -168,7 +172,7 @@ class Backward(BackwardWatcher):
             self._reduce(unit, lines, fresh, noise)
             lines.clear()
             if last:
-                self._end_unit(unit, all(fresh) or self._passes_reduced > 0)
+                self._end_unit(unit)
 
         if self._lane is None:
             try:
@@ -178,11 +182,11 @@ class Backward(BackwardWatcher):
         else:
             self._running.append((self._lane.submit(job), line))
 
-    def _end_unit(self, unit: Unit, fresh: bool) -> None:
+    def _end_unit(self, unit: Unit) -> None:
         if self._across is not None:
             self._across.exchange(unit)
         self.gradients.keep_norms(unit)
-        self._on_reduced(unit, fresh)
+        self._on_reduced(unit, unit not in self._kept)
 
     def _take_line(self) -> Tensor:
         if not self._lines:
@@ -332,6 +336,7 @@ class Backward(BackwardWatcher):
         if self.window in (Window.ENDED, Window.STEPPING) or self._local:
             self.gradients.drop_cleared()
             return
+        self.weigh_given()
         if self.window is not Window.OPEN:
             self._open_window()
         if self.stage == 1 or not self._passes_reduced:
@@ -340,7 +345,7 @@ class Backward(BackwardWatcher):
             self._launch_all()
         else:
             for unit in reversed(self.units):
-                self._end_unit(unit, True)
+                self._end_unit(unit)
         self._finish()
 
     def check_ended(self) -> None:

@@ -64,6 +64,7 @@ class ZeroReplica(Replica):
 
     strategy: zero
     slow_ranks = "deal"
+    hides_gradients = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: zero) -> None:
         super().__init__(model, optimizer, world, strategy)
@@ -473,9 +474,8 @@ class ZeroReplica(Replica):
             spare = {**self._spare.progress(), "stepped": self._stepped, "stepped by": by}
         split, turns = bool(self.units), self._turns
         reached = [self.step, split, turns] if spare is None else [turns]
-        place = [self._groups.rank, self._groups.size] if split else [0, 1]
-        found = {"reached": reached, "split": split, "turns": turns, "spare": spare, "place": place}
-        return {**found, "copies": split and self._keeps_copies}
+        found = {"reached": reached, "split": split, "turns": turns, "copies": split and self._keeps_copies}
+        return {**found, "spare": spare, "place": [self._groups.rank, self._groups.size] if split else [0, 1]}
 
     def _find_holders(self, change: Change) -> tuple[int, dict[int, checkpoint.Holder]]:
         """How many steps to go on from (with copies), and by shard who holds it then."""

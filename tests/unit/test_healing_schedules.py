@@ -207,6 +207,23 @@ def test_values_that_a_death_has_torn_do_not_pass_for_writes_of_the_program() ->
         check(Run(program, 3, [Event("die in", 2, at, lucky=frozenset({1}))]).play())
 
 
+def test_a_replacement_that_comes_before_the_next_reduction_has_the_model_of_the_others() -> None:
+    """What a reducer knows of all ranks' gradients is not that of these, though there are as many again."""
+    for at in (3, 6, 9):
+        run = Run(partial(train, strategy="ef21(topk(k=0.3, feedback=False))"), 3, [Event("die in", 1, at)]).play()
+        assert not run.errors, run.describe()
+        first, *others = (torch.cat([p.detach() for p in f["model"].parameters()]) for f in run.results.values())
+        assert all(other.equal(first) for other in others), run.describe()
+
+
+def test_two_losses_leave_the_outer_model_of_async_diloco() -> None:
+    """The second comes as the world is formed without the first: its server has been let go of."""
+    for after in (2, 3, 4):
+        losses = [Event("die in", 2, 1, lucky=frozenset({1})), Event("die in", 0, after, lucky=frozenset({1}))]
+        run = Run(partial(train_apart, strategy="async_diloco(every=2)"), 3, losses).play()
+        assert not run.errors, "\n".join(run.errors.values())
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "shared"])
 def test_a_death_between_the_steps_of_two_optimizers(strategy: str) -> None:
     """Who is left ends the step of both: a model of which one part has stepped is that of no step."""

@@ -473,8 +473,7 @@ class Healing:
             self._open.restore_buffers()
         given_up = self._open or self._again
         if given_up is not None and given_up.schedules is not None:
-            # The program may have gone on: learning rates are sent along, and a step of others may be taken here too.
-            self.load_schedules(given_up.schedules)
+            self.load_schedules(given_up.schedules)  # rates are sent along, and others' step may be taken here too
         if behind and has_all and all(replica.sharded_state() is None for replica in self.replicas()):
             self._kept = _Kept(self.replicas())
         self._is_whole, note = self._is_whole and not behind, ""

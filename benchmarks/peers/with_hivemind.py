@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -109,11 +110,24 @@ def compare(repeats: int) -> dict[str, float]:
     return seconds
 
 
+def end_with_parent() -> None:
+    """Have this peer, and the processes that it starts, killed when the benchmark is gone, however that ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)  # it leads a session of its own
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def keep_averaging(log: Path, peers: list[str]) -> None:
     """A peer of three: writes when each mean was there, of how many, and some of its numbers."""
     import torch
 
     torch.manual_seed(os.getpid())
+    end_with_parent()
     _, averager = make_averager(peers, 3, NUMBERS // 10)
     with log.open("w", buffering=1) as out:
         while True:

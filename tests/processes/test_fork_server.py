@@ -17,6 +17,7 @@ import pytest
 
 from unisono.launchers import WorkerError, forks, launch
 from unisono.launchers.forks import connect_warm, list_warm, stop_warm
+from unisono.launchers.local import LocalRun
 from unisono.launchers.processes import open_starter
 
 SOURCES = Path(forks.__file__).parents[2]
@@ -373,15 +374,20 @@ def test_after_its_server_was_killed_a_program_starts_another(own: None, light: 
     assert launch(len, workers=1, args=("ab",)) == [2]
 
 
-def test_a_killed_worker_is_noticed_at_once(tmp_path: Path):
-    def work() -> None:
-        (tmp_path / "end").write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
+def test_a_killed_worker_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Its end is an event: until then the launcher waits for nothing else, and for no time to pass."""
+    waits: list[float | None] = []
+    pump = LocalRun._pump
 
+    def note(run: LocalRun, wait_s: float | None) -> None:
+        assert all(worker.process.pid_fd is not None for worker in run.running), "else it looks from time to time"
+        waits.extend([] if run.failures else [wait_s])
+        pump(run, wait_s)
+
+    monkeypatch.setattr(LocalRun, "_pump", note)
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
-        launch(work, workers=1)
-    took_s = time.monotonic() - float((tmp_path / "end").read_text())
-    assert took_s < 4, "its end is an event; this allows for a busy machine"
+        launch(lambda: os.kill(os.getpid(), signal.SIGKILL), workers=1)
+    assert set(waits) == {None}
 
 
 def test_threads_daemons_and_exit_handlers_end_as_in_a_fresh_process(

@@ -33,8 +33,8 @@ class Event:
     """What happens at a worker's operation of that number, from its first batch on (a newcomer's: from its start).
 
     "die before": it takes no part in the operation. "die in": it does, and those in `lucky` have the result; the others
-    have garbage in place of it, or half of a broadcast. "die coming": it dies as it waits for its n-th next generation.
-    "scale": so many are wanted from then on.
+    have garbage in place of it, or half of what is gathered or broadcast. "die coming": it dies as it waits for
+    its n-th next generation. "scale": so many are wanted from then on.
     """
 
     what: str
@@ -119,16 +119,10 @@ class FaultyTransport(ThreadTransport):
         )
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
-        return float(self._do(lambda: super(FaultyTransport, self).all_gather(x, outs), partial(_fill, outs)))
+        return float(self._do(lambda: super(FaultyTransport, self).all_gather(x, outs), _take_back_half(outs)))
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
-        before = [part.clone() for part in parts]
-
-        def spoil() -> None:
-            for part, old in zip(parts[len(parts) // 2 :], before[len(parts) // 2 :], strict=True):
-                part.copy_(old)
-
-        return float(self._do(lambda: super(FaultyTransport, self).broadcast(parts, src), spoil))
+        return float(self._do(lambda: super(FaultyTransport, self).broadcast(parts, src), _take_back_half(parts)))
 
     def exchange(self, data: bytes) -> list[bytes]:
         found: list[bytes] = self._do(lambda: super(FaultyTransport, self).exchange(data))
@@ -140,6 +134,17 @@ class FaultyTransport(ThreadTransport):
 
     def abandon(self, why: Exception) -> None:
         self.close()
+
+
+def _take_back_half(parts: Sequence[Tensor]) -> Callable[[], None]:
+    """Half of them have not come. (None is garbage: a rank's own part may lie among them.)"""
+    before = [part.clone() for part in parts]
+
+    def spoil() -> None:
+        for part, old in zip(parts[len(parts) // 2 :], before[len(parts) // 2 :], strict=True):
+            part.copy_(old)
+
+    return spoil
 
 
 def _fill(outs: Sequence[Tensor]) -> None:

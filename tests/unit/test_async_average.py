@@ -222,25 +222,25 @@ def test_the_warm_up_is_synchronous() -> None:
 
 
 def test_a_slow_rank_does_not_slow_the_others() -> None:
-    def work(world: World) -> tuple[float, int]:
+    """It stands still in the middle of its program till they have made all their steps."""
+    ended = [threading.Event(), threading.Event()]
+
+    def work(world: World) -> int:
         model, optimizer, replica = started(world, "async_average(every_s=0.01)")
         world.barrier()
-        began = time.perf_counter()
         for t in range(40):
             step(model, optimizer, t, world.rank)
-            time.sleep(0.06 if world.rank == 2 else 0.01)
-        took = time.perf_counter() - began
+            time.sleep(0.01)
+            if world.rank == 2 and t == 5:
+                assert all(event.wait(60.0) for event in ended)
+        if world.rank < 2:
+            ended[world.rank].set()
         until(lambda: replica.rounds > 5, "no averaging")
-        blocked = sum(s.end - s.start for s in world.ledger.spans if s.kind == "blocked" and s.start > began)
-        assert blocked < 0.2 * took, "the program stood still for an exchange"
         replica.consolidate()
         replica.close()
-        return took, replica.step
+        return int(replica.step)
 
-    *fast, (slow, _) = run_threads(work, 3)
-    for took, steps in fast:
-        assert steps == 40
-        assert took < 0.6 * slow
+    assert run_threads(work, 3) == [40, 40, 40]
 
 
 def test_a_rank_in_a_long_window_takes_part_in_many_rounds() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,3 +218,13 @@ def test_what_a_rank_called_stays_beside_where_it_waits() -> None:
     top = _DESCRIPTION_TOP.unpack_from(page.memory, _DESCRIPTION)
     assert [page._read_description(0, top)] == first
     page.close()
+
+
+def test_a_site_in_a_file_whose_name_is_not_utf8_can_be_sent() -> None:
+    """As every name with other letters than English ones under LC_ALL=C."""
+
+    def ask() -> Any:
+        return find_site()
+
+    site, _ = FunctionType(ask.__code__.replace(co_filename="tr\udce4in.py"), globals())()
+    assert site.text.startswith("tr?in.py:")

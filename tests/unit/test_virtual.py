@@ -74,10 +74,11 @@ def test_the_ledger_shows_virtual_seconds_without_passing_them() -> None:
     for _ in range(3):
         world.all_reduce(torch.zeros(1_000_000, device="meta"), tag="gradients").wait()
         world.ledger.step()
-    assert time.perf_counter() - began < 5
+    took_s = time.perf_counter() - began
     each = 2 * 3 / 4 * 4_000_000 * 8 / 1e6
     totals = world.ledger.totals()
     assert totals.communication == pytest.approx(3 * each, abs=0.5)
+    assert took_s < totals.communication, "minutes"
     assert totals.wall == pytest.approx(3 * each, abs=5)
     assert [r.end - r.start for r in world.ledger.records] == pytest.approx([each] * 3, abs=0.5)
     report = world.ledger.gather(world)

@@ -18,6 +18,8 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import Any, NoReturn
 
+from unisono.launchers.runtime.files import open_closed_streams
+
 __all__ = ["COMMANDS", "HelpFormatter", "Parser", "fill", "main", "make_parser"]
 
 COMMANDS = {
@@ -82,6 +84,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit status."""
     words = sys.argv[1:] if argv is None else argv
+    open_closed_streams()
     try:
         parser = make_parser(words[:1])
         options = parser.read(words)

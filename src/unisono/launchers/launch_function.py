@@ -23,7 +23,7 @@ from unisono.launchers.failures import WorkerError, format_preemption
 from unisono.launchers.job import ElasticSettings, Job, TimedOut
 from unisono.launchers.local import LocalRun
 from unisono.launchers.output import MODES, Mode
-from unisono.launchers.runtime.files import anonymous_file
+from unisono.launchers.runtime.files import anonymous_file, open_closed_streams
 from unisono.launchers.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def run_function(
 ) -> list[T]:
     """See `unisono.launchers.launch`; `engine`: what starts the workers, None for this host."""
     _check(fn, workers, threads, output, timeout_s)
+    open_closed_streams()
     elastic = _read_least(least, workers)
     if elastic is not None and engine is not None and engine.restarts:
         raise ValueError("launch: got least= with max_restarts=, which starts all workers again; expected one of them")

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["NotPrivate", "anonymous_file", "find_private_folder", "local_path"]
+__all__ = ["NotPrivate", "anonymous_file", "find_private_folder", "local_path", "open_closed_streams"]
 
 
 def anonymous_file(name: str) -> int:
@@ -19,6 +19,19 @@ def anonymous_file(name: str) -> int:
         return os.memfd_create(name)
     with tempfile.TemporaryFile(prefix=name) as file:
         return os.dup(file.fileno())
+
+
+def open_closed_streams() -> None:
+    """Open to /dev/null what the parent has closed of the standard streams (`>&-`), whose places the next files and
+    pipes would take."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(fd, "w" if fd else "r", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 class NotPrivate(Exception):

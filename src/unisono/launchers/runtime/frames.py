@@ -176,7 +176,8 @@ def _note_kind(frame: FrameType) -> int:
 
 
 def _note_site(key: tuple[int, int], frame: FrameType) -> Site:
-    text = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    name = os.path.basename(frame.f_code.co_filename).encode("utf-8", "replace").decode()  # in locale C: surrogates
+    text = f"{name}:{frame.f_lineno}"
     if len(_sites) >= _MOST_SITES:
         _sites.clear()
     site = _sites[key] = Site(crc32(text.encode()), text)

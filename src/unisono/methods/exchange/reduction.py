@@ -387,12 +387,10 @@ class Reduction:
             for path, value in entries.items():
                 if _is_unsent(path):
                     value.mul_(factor)
-        each = shared["each"]
-        if factor == 1.0:  # as many ranks as before, but others
-            each = {
-                name: {path: 0 if _key(path) == "size" else value for path, value in entries.items()}
-                for name, entries in each.items()
-            }
+        each = {  # of as many ranks as when this was last reduced, perhaps, but of others
+            name: {path: 0 if _key(path) == "size" else value for path, value in entries.items()}
+            for name, entries in shared["each"].items()
+        }
         self.load_state_dict({**shared, "each": each}, [local])
 
     def drop_unsent(self, names: Iterable[str]) -> None:

@@ -231,6 +231,8 @@ class Healing:
     def before_step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """The optimizer is about to step: `run` ends the window. Where that failed, the step changes nothing, and the
         world is formed anew with the next batch."""
+        if self.is_forming:  # the step that other ranks have taken, with gradients that are here (zero's spare)
+            return run()
         is_another = self._has_given_up_with_another(optimizer)
         if is_another:
             pass
@@ -260,6 +262,9 @@ class Healing:
 
     def after_step(self, run: Callable[[], None]) -> None:
         """The optimizer has stepped."""
+        if self.is_forming:
+            run()
+            return
         if not self._is_stepping:
             self._is_stepping = True
             return
@@ -467,8 +472,8 @@ class Healing:
         if self._open is not None:
             self._open.restore_buffers()
         given_up = self._open or self._again
-        if given_up is not None and given_up.schedules is not None and not behind:
-            self.load_schedules(given_up.schedules)  # the program may have gone on, and learning rates are sent along
+        if given_up is not None and given_up.schedules is not None:
+            self.load_schedules(given_up.schedules)  # rates are sent along, and others' step may be taken here too
         if behind and has_all and all(replica.sharded_state() is None for replica in self.replicas()):
             self._kept = _Kept(self.replicas())
         self._is_whole, note = self._is_whole and not behind, ""

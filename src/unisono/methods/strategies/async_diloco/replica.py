@@ -42,6 +42,7 @@ class AsyncDiLoCoReplica(ServedWorker):
         self._base = {n: Parameter(x, x.is_floating_point() or x.is_complex()) for n, x in wide.items()}
         self._states: dict[str, dict[str, Any]] = {}  # of the outer optimizer, as of the last rest
         self._outer: dict[str, Tensor] = {}  # the outer model, as of the last rest
+        self._is_home = False  # that was brought here for another world, which is still to begin
         self._trained: set[str] = set()  # parameters that are, or were, trainable
         self._forget_visit(strategy.every)
         self._worlds = 0  # that it was in before this one
@@ -212,6 +213,7 @@ class AsyncDiLoCoReplica(ServedWorker):
         for name, x in self._base.items():
             x.copy_(base[name])
         self._forget_visit(goal)
+        self._is_home = False
         self._since = self.world.ledger.clock()
         if self.world.rank == 0:
             values = [self._outer[name] for name in self._base]
@@ -224,15 +226,18 @@ class AsyncDiLoCoReplica(ServedWorker):
 
     def settle(self, *, is_source: bool) -> None:
         """The rank that all go on from has the outer model from the server; if that was lost, its own x0."""
-        if not is_source:
+        if not is_source or self._is_home:
             return
         try:
+            if not self._links:
+                raise PeerLost("an attempt to form the world let go of the server, and broke off")
             values, states = self._links[0].fetch()
         except PeerLost:
             if self.healing is None:
                 raise
             values, states = list(self._base.values()), [{}] * len(self._base)
         self._note_outer([x.detach() for x in values], states)
+        self._is_home = True
 
     def progress(self) -> dict[str, Any]:
         """Workers go at paces of their own: all of one world got as far."""

@@ -139,6 +139,10 @@ class GatheredValues(Values):
             unit.full = torch.empty(unit.numel, dtype=unit.dtype, device=unit.full.device)
         mine = self._fetch(unit)
         self._world.run_tolerating_loss(lambda: gather_values(unit, mine, self.channel, exact=exact))
+        if self._world.elastic is not None and self._world.elastic.is_idle:  # broken off: else it passes for a write
+            unit.my_shard(unit.full).copy_(unit.seen(mine))
+            if unit.spare is not None:
+                unit.spare.my_shard(unit.full).copy_(unit.spare.seen(unit.spare.shard))
 
     def _start(self, unit: Unit, exact: bool = False) -> Handle[None]:
         """Begin to gather a unit: in the order of the calls, which is the same on every rank."""

@@ -245,3 +245,41 @@ def test_the_trainer_and_accelerate_train_as_one_process(tmp_path: Path) -> None
         assert_same(first["values"], [saved[key] for key, _ in Net(0).named_parameters()])
         assert first["history"] == second["history"]
         assert first["loss"] == pytest.approx(dict(first["history"])[first["best"]], abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("spec", ["local_sgd(every=2)", "zero(stage=3)"])
+def test_accelerate_binds_models_with_one_optimizer_and_refuses_what_it_would_not_exchange(spec: str) -> None:
+    """In a world of one; an optimizer that holds two models is how a text encoder is trained with a denoiser."""
+    from unisono.huggingface import Accelerator
+
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = Net(0).net
+        return model, torch.optim.Adam(model.parameters(), lr=LR)
+
+    def train(encode: Any, decode: Any, optimizer: Any, backward: Any) -> None:
+        for x in Rows().x.split(BATCH):
+            optimizer.zero_grad()
+            backward(decode(torch.tanh(encode(x))).square().mean())
+            optimizer.step()
+
+    accelerator = Accelerator(cpu=True, strategy=spec)
+    model, optimizer = make()
+    train(model[0], model[2], optimizer, torch.Tensor.backward)
+    other, prepared = make()
+    *layers, prepared = accelerator.prepare(other[0], other[2], prepared)
+    train(*layers, prepared, accelerator.backward)
+    states = [accelerator.get_state_dict(layer) for layer in layers]
+    assert len(accelerator.replicas) == 1
+    accelerator.free_memory()
+    for found in (values(other), [x for state in states for x in state.values()]):
+        assert_same(found, values(model), atol=1e-12)
+    other, _ = make()
+    with pytest.raises(ValueError, match=r"Linear was prepared without an optimizer, and gets gradients"):
+        accelerator.backward(accelerator.prepare(other[0])(Rows().x).sum())
+    accelerator.free_memory()
+    first, second = (torch.optim.SGD(other[i].parameters(), lr=LR) for i in (0, 2))
+    accelerator.prepare(other, first)
+    with pytest.raises(ValueError, match=r"SGD is a model's second optimizer: prepare both in one call"):
+        accelerator.prepare(second)
+    accelerator.free_memory()

@@ -154,6 +154,7 @@ def loop(
         if accelerator.sync_gradients and step == stop and not resume:
             accelerator.save_state(str(folder / "state"))
     state = accelerator.get_state_dict(trained)
+    accelerator.save_model(trained, folder / "model")
     accelerator.free_memory()
     assert_same(list(state.values()), values(model))
     return {"values": values(model), "around": type(trained).__name__}
@@ -182,7 +183,7 @@ def work(folder: Path) -> dict[str, Any]:
         best = {**watching, "load_best_model_at_end": True}
         found[name] = fit(folder / name, spec, **best)
         found[f"{name} again"] = fit(folder / name, spec, resume=str(folder / name / "checkpoint-5"), **best)
-    for spec in (None, "allreduce", "local_sgd(every=2, start=0)"):
+    for spec in (None, "allreduce", "local_sgd(every=2, start=0)", "zero(stage=2)"):
         found[f"loop {spec}"] = loop(folder / f"loop {spec}", spec, stop=3)
     found["scaled"] = [loop(folder, spec, scaled=True)["values"] for spec in (None, "allreduce")]
     found["loop again"] = loop(
@@ -238,6 +239,8 @@ def test_the_trainer_and_accelerate_train_as_one_process(tmp_path: Path) -> None
         for name in ("compressed", "local", "zero", "loop"):
             first = found["loop local_sgd(every=2, start=0)" if name == "loop" else name]
             assert_same(found[f"{name} again"]["values"], first["values"])
+    saved = load_file(tmp_path / "loop zero(stage=2)" / "model" / "model.safetensors")
+    assert_same([saved[key] for key, _ in Net(0).named_parameters()], every[0]["loop zero(stage=2)"]["values"])
     for name in ("compressed", "local", "zero"):
         first, second = (found[name] for found in every)
         assert_same(first["values"], second["values"])  # what ranks agree on

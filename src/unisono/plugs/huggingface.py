@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.launchers.runtime import membership
@@ -552,7 +552,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().get_state_dict(model, unwrap)
         agreed: Any = bound.replica.consolidate()
         inner = self.unwrap_model(model, keep_torch_compile=False)
-        return (agreed if inner is bound.model else agreed[bound.models.index(inner)]).state_dict()
+        state = (agreed if inner is bound.model else agreed[bound.models.index(inner)]).state_dict()
+        apart: dict[Any, Any] = {}  # `save_model` would keep one of all tensors that lie in a line of ours
+        for name, x in state.items():
+            if isinstance(x, Tensor) and x.untyped_storage().nbytes() > x.nbytes:
+                state[name] = apart.setdefault((x.data_ptr(), x.shape), x.clone())  # tied ones stay tied
+        return state
 
     @contextmanager
     def _whole(self) -> Generator[None, None, None]:

@@ -155,6 +155,7 @@ def loop(
             accelerator.save_state(str(folder / "state"))
     state = accelerator.get_state_dict(trained)
     accelerator.save_model(trained, folder / "model")
+    accelerator.save(model.state_dict(), folder / "saved.safetensors", safe_serialization=True)
     accelerator.free_memory()
     assert_same(list(state.values()), values(model))
     return {"values": values(model), "around": type(trained).__name__}
@@ -239,8 +240,9 @@ def test_the_trainer_and_accelerate_train_as_one_process(tmp_path: Path) -> None
         for name in ("compressed", "local", "zero", "loop"):
             first = found["loop local_sgd(every=2, start=0)" if name == "loop" else name]
             assert_same(found[f"{name} again"]["values"], first["values"])
-    saved = load_file(tmp_path / "loop zero(stage=2)" / "model" / "model.safetensors")
-    assert_same([saved[key] for key, _ in Net(0).named_parameters()], every[0]["loop zero(stage=2)"]["values"])
+    for name in ("model/model.safetensors", "saved.safetensors"):
+        saved = load_file(tmp_path / "loop zero(stage=2)" / name)
+        assert_same([saved[key] for key, _ in Net(0).named_parameters()], every[0]["loop zero(stage=2)"]["values"])
     for name in ("compressed", "local", "zero"):
         first, second = (found[name] for found in every)
         assert_same(first["values"], second["values"])  # what ranks agree on

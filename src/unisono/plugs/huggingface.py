@@ -17,14 +17,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from unisono.launchers.runtime import membership
 from unisono.methods.spec import build, describe
 from unisono.methods.strategy import Replica, parallel
 from unisono.methods.strategy import Strategy as Method
-from unisono.methods.strategy.changing import Agreed, save_own
+from unisono.methods.strategy.changing import Agreed, save_own, separate
 from unisono.methods.strategy.healing import follow
 from unisono.plugs.elastic_batches import ElasticBatches, deal_loader
 from unisono.training.checkpoint import load
@@ -552,12 +552,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().get_state_dict(model, unwrap)
         agreed: Any = bound.replica.consolidate()
         inner = self.unwrap_model(model, keep_torch_compile=False)
-        state = (agreed if inner is bound.model else agreed[bound.models.index(inner)]).state_dict()
-        apart: dict[Any, Any] = {}  # `save_model` would keep one of all tensors that lie in a line of ours
-        for name, x in state.items():
-            if isinstance(x, Tensor) and x.untyped_storage().nbytes() > x.nbytes:
-                state[name] = apart.setdefault((x.data_ptr(), x.shape), x.clone())  # tied ones stay tied
-        return state
+        return separate((agreed if inner is bound.model else agreed[bound.models.index(inner)]).state_dict())
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        super().save(separate(obj) if safe_serialization else obj, f, safe_serialization)
 
     @contextmanager
     def _whole(self) -> Generator[None, None, None]:

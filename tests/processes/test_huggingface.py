@@ -154,6 +154,8 @@ def loop(
         if accelerator.sync_gradients and step == stop and not resume:
             accelerator.save_state(str(folder / "state"))
     state = accelerator.get_state_dict(trained)
+    accelerator.save_model(trained, folder / "model")
+    accelerator.save(model.state_dict(), folder / "saved.safetensors", safe_serialization=True)
     accelerator.free_memory()
     assert_same(list(state.values()), values(model))
     return {"values": values(model), "around": type(trained).__name__}
@@ -182,7 +184,7 @@ def work(folder: Path) -> dict[str, Any]:
         best = {**watching, "load_best_model_at_end": True}
         found[name] = fit(folder / name, spec, **best)
         found[f"{name} again"] = fit(folder / name, spec, resume=str(folder / name / "checkpoint-5"), **best)
-    for spec in (None, "allreduce", "local_sgd(every=2, start=0)"):
+    for spec in (None, "allreduce", "local_sgd(every=2, start=0)", "zero(stage=2)"):
         found[f"loop {spec}"] = loop(folder / f"loop {spec}", spec, stop=3)
     found["scaled"] = [loop(folder, spec, scaled=True)["values"] for spec in (None, "allreduce")]
     found["loop again"] = loop(
@@ -238,6 +240,9 @@ def test_the_trainer_and_accelerate_train_as_one_process(tmp_path: Path) -> None
         for name in ("compressed", "local", "zero", "loop"):
             first = found["loop local_sgd(every=2, start=0)" if name == "loop" else name]
             assert_same(found[f"{name} again"]["values"], first["values"])
+    for name in ("model/model.safetensors", "saved.safetensors"):
+        saved = load_file(tmp_path / "loop zero(stage=2)" / name)
+        assert_same([saved[key] for key, _ in Net(0).named_parameters()], every[0]["loop zero(stage=2)"]["values"])
     for name in ("compressed", "local", "zero"):
         first, second = (found[name] for found in every)
         assert_same(first["values"], second["values"])  # what ranks agree on
@@ -245,3 +250,41 @@ def test_the_trainer_and_accelerate_train_as_one_process(tmp_path: Path) -> None
         assert_same(first["values"], [saved[key] for key, _ in Net(0).named_parameters()])
         assert first["history"] == second["history"]
         assert first["loss"] == pytest.approx(dict(first["history"])[first["best"]], abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("spec", ["local_sgd(every=2)", "zero(stage=3)"])
+def test_accelerate_binds_models_with_one_optimizer_and_refuses_what_it_would_not_exchange(spec: str) -> None:
+    """In a world of one; an optimizer that holds two models is how a text encoder is trained with a denoiser."""
+    from unisono.huggingface import Accelerator
+
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = Net(0).net
+        return model, torch.optim.Adam(model.parameters(), lr=LR)
+
+    def train(encode: Any, decode: Any, optimizer: Any, backward: Any) -> None:
+        for x in Rows().x.split(BATCH):
+            optimizer.zero_grad()
+            backward(decode(torch.tanh(encode(x))).square().mean())
+            optimizer.step()
+
+    accelerator = Accelerator(cpu=True, strategy=spec)
+    model, optimizer = make()
+    train(model[0], model[2], optimizer, torch.Tensor.backward)
+    other, prepared = make()
+    *layers, prepared = accelerator.prepare(other[0], other[2], prepared)
+    train(*layers, prepared, accelerator.backward)
+    states = [accelerator.get_state_dict(layer) for layer in layers]
+    assert len(accelerator.replicas) == 1
+    accelerator.free_memory()
+    for found in (values(other), [x for state in states for x in state.values()]):
+        assert_same(found, values(model), atol=1e-12)
+    other, _ = make()
+    with pytest.raises(ValueError, match=r"Linear was prepared without an optimizer, and gets gradients"):
+        accelerator.backward(accelerator.prepare(other[0])(Rows().x).sum())
+    accelerator.free_memory()
+    first, second = (torch.optim.SGD(other[i].parameters(), lr=LR) for i in (0, 2))
+    accelerator.prepare(other, first)
+    with pytest.raises(ValueError, match=r"SGD is a model's second optimizer: prepare both in one call"):
+        accelerator.prepare(second)
+    accelerator.free_memory()

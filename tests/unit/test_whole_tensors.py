@@ -230,6 +230,23 @@ def test_only_the_owner_ever_has_the_update_and_its_state() -> None:
     assert sum(sum(owned) for owned, _ in every) == 5 * 7 + 7 * 7 + 7 * 9 + 9 * 3
 
 
+def test_memory_that_ranks_share_is_asked_for_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are processes map it together, and refuse anything else; whole tensors are not of one size."""
+    empty = World.empty
+
+    def ask(world: World, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        assert world.gather_objects(n) == [n] * world.size
+        return empty(world, n, dtype)
+
+    monkeypatch.setattr(World, "empty", ask)
+
+    def worker(world: World) -> None:
+        model = make_model()
+        un.parallel(model, muon(model), "zero(stage=3)", world=world)
+
+    run_threads(worker, 3)
+
+
 def test_owners_have_about_equal_work() -> None:
     shapes = [(64, 64)] * 4 + [(64, 256), (256, 64)] * 4 + [(1000,)] * 3
     for ranks in (1, 2, 3, 4):

@@ -24,7 +24,7 @@ from unisono.launchers.runtime import membership
 from unisono.methods.spec import build, describe
 from unisono.methods.strategy import Replica, parallel
 from unisono.methods.strategy import Strategy as Method
-from unisono.methods.strategy.changing import Agreed, save_own
+from unisono.methods.strategy.changing import Agreed, save_own, separate
 from unisono.methods.strategy.healing import follow
 from unisono.plugs.elastic_batches import ElasticBatches, deal_loader
 from unisono.training.checkpoint import load
@@ -61,6 +61,7 @@ else:
 __all__ = ["Accelerator", "Callback"]
 
 FOLDER = "unisono"  # in the library's checkpoint, for the state of our methods
+_IN_ONE_CALL = "in one call with the model: model, optimizer = accelerator.prepare(model, optimizer)"
 _left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models around which Accelerate puts nothing
 
 
@@ -72,10 +73,14 @@ def _unwrap(optimizer: Any) -> Any:
 
 
 class _Bound:
-    """A model and its optimizers, bound to a strategy, in a loop that the library runs."""
+    """A model and its optimizers, bound to a strategy, in a loop that the library runs. Several models, if they have an
+    optimizer in common."""
 
-    def __init__(self, model: nn.Module, optimizers: list[Any], spec: str | Method, settings: dict[str, Any]) -> None:
-        self.model = model
+    def __init__(
+        self, models: list[nn.Module], optimizers: list[Any], spec: str | Method, settings: dict[str, Any]
+    ) -> None:
+        self.models = models
+        self.model = model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.optimizers: list[Optimizer] = [_unwrap(optimizer) for optimizer in optimizers]
         self.replica: Replica = parallel(model, self.optimizers, spec, **settings)
         if (scaler := getattr(optimizers[0], "scaler", None)) is not None:
@@ -144,7 +149,7 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self._bound is not None:  # an error, or the user, ended the last training
             self._bound.replica.close()
         self.saved_to = str(Path(args.output_dir).absolute())
-        bound = self._bound = _Bound(model, [kwargs["optimizer"]], self._spec, self._settings)
+        bound = self._bound = _Bound([model], [kwargs["optimizer"]], self._spec, self._settings)
         model.no_sync = lambda: bound.replica.no_sync()  # Accelerate asks the model; a method would be copied with it
         saved = self._find_saved(args, state) if state.global_step > 0 else None
         if self._elastic is not None:
@@ -472,7 +477,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @property
     def is_training(self) -> bool:
         """Whether a model that is bound trains now; so it is before one is."""
-        return all(bound.model.training for bound in self._bounds)
+        return all(model.training for bound in self._bounds for model in bound.models)
 
     def wait_for_everyone(self) -> None:
         if self._world.elastic is None:
@@ -486,21 +491,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def _bind(self) -> None:
-        """Bind every optimizer whose model is there, once; several of one model together."""
+        """Bind every optimizer whose models are there, once; those that have a model in common, together."""
         known = {optimizer for bound in self._bounds for optimizer in bound.optimizers}
-        models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
-        found: dict[nn.Module, list[Any]] = {}
-        for optimizer in self._optimizers:
-            if _unwrap(optimizer) not in known:
-                held = {p for group in optimizer.param_groups for p in group["params"]}
-                mine = next((model for model in models if held <= set(model.parameters())), None)
-                if mine is not None:
-                    found.setdefault(mine, []).append(optimizer)
-        self._bounds += [_Bound(model, some, self._spec, self._settings) for model, some in found.items()]
+        params = {model: set(model.parameters()) for model in self._list_models()}
+        found: list[tuple[list[nn.Module], list[Any]]] = []
+        for optimizer in (one for one in self._optimizers if _unwrap(one) not in known):
+            held = {p for group in optimizer.param_groups for p in group["params"]}
+            whole = [model for model in params if held <= params[model]]
+            mine = whole[:1] or [model for model in params if held & params[model]]
+            if not held <= {p for model in mine for p in params[model]}:
+                continue  # `backward` refuses it
+            if any(model in bound.models for bound in self._bounds for model in mine):
+                raise ValueError(
+                    f"{type(_unwrap(optimizer)).__name__} is a model's second optimizer: prepare both {_IN_ONE_CALL}"
+                )
+            together = [one for one in found if set(one[0]) & set(mine)]
+            found = [one for one in found if one not in together]
+            mine = list(dict.fromkeys([model for one in [*together, (mine, [])] for model in one[0]]))
+            found.append((mine, [*(other for one in together for other in one[1]), optimizer]))
+        self._bounds += [_Bound(models, some, self._spec, self._settings) for models, some in found]
+
+    def _list_models(self) -> list[nn.Module]:
+        return [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
 
     def _find(self, model: nn.Module) -> _Bound | None:
         inner = self.unwrap_model(model, keep_torch_compile=False)
-        return next((bound for bound in self._bounds if bound.model is inner), None)
+        return next((bound for bound in self._bounds if inner in bound.models), None)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         bound = sum(len(bound.optimizers) for bound in self._bounds)
@@ -510,6 +526,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "parameters they hold: nothing would be exchanged. Give accelerator.prepare the model too"
             )
         super().backward(loss, **kwargs)
+        trained = {p for bound in self._bounds for p in bound.model.parameters()}
+        for model in (one for one in self._list_models() if self._find(one) is None):
+            if any(p.grad is not None and p not in trained for p in model.parameters()):
+                raise ValueError(
+                    f"{type(model).__name__} was prepared without an optimizer, and gets gradients: nothing would be "
+                    f"exchanged. Prepare its optimizer {_IN_ONE_CALL}. If it is not trained, requires_grad_(False)"
+                )
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None, None, None]:
@@ -527,7 +550,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         bound = self._find(model)
         if bound is None:
             return super().get_state_dict(model, unwrap)
-        return bound.replica.consolidate().state_dict()
+        agreed: Any = bound.replica.consolidate()
+        inner = self.unwrap_model(model, keep_torch_compile=False)
+        return separate((agreed if inner is bound.model else agreed[bound.models.index(inner)]).state_dict())
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        super().save(separate(obj) if safe_serialization else obj, f, safe_serialization)
 
     @contextmanager
     def _whole(self) -> Generator[None, None, None]:

@@ -282,6 +282,18 @@ def save_own(folder: Path, replica: Replica) -> bool:
     return True
 
 
+def separate(state: Any) -> Any:
+    """A state dict in which no two tensors lie in one line, as they may in a model that is bound: some libraries take
+    them for one tensor, and save one. Tied ones stay tied."""
+    apart: dict[Any, Tensor] = {}
+    return {
+        name: apart.setdefault((x.data_ptr(), x.shape), x.clone())
+        if isinstance(x, Tensor) and x.untyped_storage().nbytes() > x.nbytes
+        else x
+        for name, x in state.items()
+    }
+
+
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     for x in (*model.parameters(), *model.buffers()):
         yield x.detach()

@@ -381,7 +381,7 @@ def adopt(
         unit.shard = unit.my_shard(unit.full)
     else:
         unit.shard = (
-            line(unit.shard_length, unit.dtype, shared=True)
+            line(unit.shard_length, unit.dtype, shared=unit.owners is None)  # only equal shards can be shared memory
             if shard_on == device
             else torch.empty(unit.shard_length, dtype=unit.dtype, pin_memory=torch.cuda.is_available())
         )

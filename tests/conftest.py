@@ -32,7 +32,7 @@ os.environ["UNISONO_RUNS"] = "off"  # those that are about records say where the
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two-core machines run several workers at once
 for signum in (signal.SIGINT, signal.SIGHUP):  # ignored in the background and under nohup: a handler is not inherited
     if signal.getsignal(signum) is signal.SIG_IGN:
-        signal.signal(signum, lambda *_: None)
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else lambda *_: None)
 gc.disable()  # while tests are collected, which makes no cycles of any size: a second of each process; see below
 TESTS = Path(__file__).parent
 NETWORK = TESTS / "network"

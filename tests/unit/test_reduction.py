@@ -327,8 +327,8 @@ def test_in_a_smaller_world_what_is_unsent_is_scaled_and_the_size_is_met_anew() 
         replica.close()
 
     run_threads(work, 4)
-    assert met[2, 0] == (1.0 * 2 / 4, 1.0, 4)
-    assert met[2, 1] == (3.0 * 2 / 4, 3.0, 4)
+    assert met[2, 0] == (1.0 * 2 / 4, 1.0, 0)
+    assert met[2, 1] == (3.0 * 2 / 4, 3.0, 0)
 
 
 def test_a_state_that_another_reducer_kept_is_not_dropped_silently() -> None:

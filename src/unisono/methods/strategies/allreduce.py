@@ -117,16 +117,14 @@ class AllReduceReplica(Replica):
         large = not self.reducer.exact if on_gpu else apart and not overlap  # nothing then waits to be filled
         return LARGE_BUCKET_BYTES if large else BUCKET_BYTES
 
-    def _prepare_step(self, closure: Callable[[], Any] | None, args: Any, kwargs: dict[str, Any]) -> Any:
+    def take_loss(self, closure: Callable[[], Any]) -> Any:
         """LBFGS decides by the loss how far it steps, and when to stop: by that of all ranks."""
-        if closure is not None and isinstance(self.stepping, LBFGS) and self.world.size > 1:
-            closure = partial(self._take_mean_loss, closure)
-        return super()._prepare_step(closure, args, kwargs)
-
-    def _take_mean_loss(self, closure: Callable[[], Any]) -> Any:
-        loss = torch.as_tensor(closure()).detach().double() * self.world.weight
-        self.world.run_tolerating_loss(lambda: self.world.all_reduce(loss, "mean", tag="loss of LBFGS").wait())
-        return loss
+        loss = closure()
+        if not isinstance(self.stepping, LBFGS) or self.world.size == 1:
+            return loss
+        mean = torch.as_tensor(loss).detach().double() * self.world.weight
+        self.world.run_tolerating_loss(lambda: self.world.all_reduce(mean, "mean", tag="loss of LBFGS").wait())
+        return mean
 
     def advance(self) -> None:
         if self._probe is not None:

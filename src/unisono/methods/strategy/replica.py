@@ -159,7 +159,7 @@ class Replica:
         self.world.run_tolerating_loss(lambda: self.begin_step(has_closure=True))
 
         def compute() -> Any:
-            loss = closure()
+            loss = self.take_loss(closure)
             if self.healing is None:
                 self._end_window()
             else:
@@ -167,6 +167,10 @@ class Replica:
             return loss
 
         return (args[0], compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def take_loss(self, closure: Callable[[], Any]) -> Any:
+        """The loss that the closure of a step gives, which an optimizer may decide by."""
+        return closure()
 
     def _end_window(self) -> None:
         if self.windows is not None and len(self.members) > 1:
@@ -192,14 +196,10 @@ class Replica:
     def _on_step_end(self, optimizer: Optimizer) -> None:
         if self.windows is not None and len(self.members) > 1:
             self.windows.note_step(optimizer)
-        if self._late_buffers:
-            for buffer, value in self._late_buffers:
-                put_back(buffer, value)
-            self._late_buffers = []
-        if self.healing is None:
-            self._finish_step()
-        else:
-            self.healing.after_step(self._finish_step)
+        for buffer, value in self._late_buffers:
+            put_back(buffer, value)
+        self._late_buffers = []
+        self._finish_step() if self.healing is None else self.healing.after_step(self._finish_step)
 
     def _finish_step(self) -> None:
         """Values that were stepped count in the average, also if a rank is lost while they are sent."""

@@ -526,8 +526,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "parameters they hold: nothing would be exchanged. Give accelerator.prepare the model too"
             )
         super().backward(loss, **kwargs)
-        trained = {p for bound in self._bounds for p in bound.model.parameters()}
         for model in (one for one in self._list_models() if self._find(one) is None):
+            trained = {p for bound in self._bounds for p in bound.model.parameters()}
             if any(p.grad is not None and p not in trained for p in model.parameters()):
                 raise ValueError(
                     f"{type(model).__name__} was prepared without an optimizer, and gets gradients: nothing would be "

@@ -186,9 +186,13 @@ class CrossbowReplica(PeriodicReplica):
         self._written.take({name: params[name] for name in names}, loaded=loaded)
 
     def begin_step(self, *, has_closure: bool) -> None:
-        self.look_for_writes()
-        self._look()
         super().begin_step(has_closure=has_closure)
+        self._looked = False
+
+    def before_step(self) -> None:
+        if not self._looked:
+            self._look()
+        super().before_step()
 
     @torch.no_grad()
     def _look(self) -> None:

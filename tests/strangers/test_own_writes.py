@@ -158,8 +158,9 @@ def test_small_steps_add_up_in_32_bits_beside_what_is_written() -> None:
         assert found == pytest.approx(1.0 - 16e-3, abs=2**-8)
 
 
+@pytest.mark.parametrize("past_counters", [False, True])
 @pytest.mark.parametrize("spec", ["zero(stage=1, optimizer_on=cpu)", "zero(stage=2, optimizer_on=cpu, precision=bf16)"])
-def test_a_write_beside_an_optimizer_off_the_device_is_refused_with_what_to_use(spec: str) -> None:
+def test_a_write_beside_an_optimizer_off_the_device_is_refused_with_what_to_use(spec: str, past_counters: bool) -> None:
     def work(world: World) -> float:
         model = make_small()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -180,7 +181,10 @@ def test_a_write_beside_an_optimizer_off_the_device_is_refused_with_what_to_use(
         replica.write(clamp)
         train()
         found = max(float(p.detach().abs().max()) for p in model.state_dict().values())
-        clamp()
+        if past_counters:
+            model[0].weight.data.mul_(0.5)  # type: ignore[operator, union-attr]
+        else:
+            clamp()
         with pytest.raises(ValueError, match=r"'0\.weight' was written to .* write in replica\.write\(function\)"):
             train()
         return found

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -24,15 +25,21 @@ class Meets(Strategy):
 
 
 class Recorder(PeriodicReplica):
-    """Writes down which windows it met after."""
+    """Writes down which windows it met after, and what it was told that the program wrote."""
+
+    follows_writes = True
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, accumulate: int = 1) -> None:
         self.seen: list[int] = []
+        self.written: list[str] = []
         super().__init__(model, optimizer, world, Meets(), accumulate=accumulate)
 
     def meet(self) -> None:
         assert not torch.is_grad_enabled()
         self.seen.append(self.met)
+
+    def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
+        self.written += names
 
 
 def make(accumulate: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, Recorder]:
@@ -120,6 +127,7 @@ def test_a_step_with_a_closure_is_one_window(calls: int) -> None:
         optimizer.step(closure)
     assert replica.seen == [1, 2, 3]
     assert replica.step == 3
+    assert replica.written == []  # LBFGS moves the parameters between two calls
 
 
 def test_a_closure_that_fails_leaves_the_counting_whole() -> None:

@@ -167,8 +167,33 @@ def test_the_loop_of_one_process_gives_its_numbers(spec: str, program: Program, 
         assert windows == {in_turn: 4, one_less_often: 5, clipped_by_themselves: 3, with_closures: 6}.get(program, 4)
 
 
+def in_turn_unclipped(model: nn.Module, optimizers: Optimizers, backward: Backward) -> None:
+    for t in range(4):
+        model.zero_grad()
+        backward(t)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def with_closures_after_a_pass(model: nn.Module, optimizers: Optimizers, backward: Backward) -> None:
+    """The closures' passes add to gradients that a pass before has left."""
+    for t in range(3):
+        model.zero_grad()
+        backward(3 * t)
+        for i, optimizer in enumerate(optimizers):
+
+            def closure(t: int = 3 * t + i + 1) -> Tensor:
+                backward(t)
+                return torch.zeros(())
+
+            optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("program", "windows"), [(in_turn_unclipped, 4), (with_closures, 6), (with_closures_after_a_pass, 9)]
+)
 @pytest.mark.parametrize("spec", ["local_sgd(every=1)", "diloco(every=1, outer_lr=1.0, outer_momentum=0.0)"])
-def test_models_meet_once_all_have_stepped(spec: str) -> None:
+def test_models_meet_once_all_have_stepped(spec: str, program: Program, windows: int) -> None:
     """A mean of the models after every window is, for SGD, that of the gradients."""
 
     def make(model: nn.Module) -> Optimizers:
@@ -179,26 +204,14 @@ def test_models_meet_once_all_have_stepped(spec: str) -> None:
         model = make_model()
         optimizers = make(model)
         replica = un.parallel(model, optimizers, spec, world=world)
-        in_turn_unclipped(optimizers, lambda t: model(batch(t, world.rank)).square().mean().backward())
-        assert replica.step == 4
+        program(model, optimizers, lambda t: model(batch(t, world.rank)).square().mean().backward())
+        assert replica.step == windows
         return values(replica.consolidate())
 
     alone = make_model()
-    in_turn_unclipped(
-        make(alone),
-        lambda t: mean_loss(alone, t, 2).backward(),
-    )
+    program(alone, make(alone), lambda t: mean_loss(alone, t, 2).backward())
     for found in run_threads(worker, 2):
         torch.testing.assert_close(found, values(alone), rtol=1e-10, atol=1e-12)
-
-
-def in_turn_unclipped(optimizers: Optimizers, backward: Backward) -> None:
-    for t in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        backward(t)
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 class Adversaries(nn.Module):

@@ -31,20 +31,24 @@ def batch(t: int, rank: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * t + rank), dtype=torch.float64)
 
 
-def train(model: nn.Module, optimizer: Any, rank: int, steps: range, *, closure: bool = False) -> None:
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range, *, closure: str = "", passes: int = 1) -> None:
+    """`closure`: how much of the window's last pass a closure does, "" for none; `passes`: of a step."""
     for t in steps:
 
         def loss(t: int = t) -> Tensor:
-            optimizer.zero_grad()
+            if t % passes == 0:
+                optimizer.zero_grad()
             value: Tensor = model(batch(t, rank)).square().mean()
             value.backward()
             return value
 
-        if closure:
+        if t % passes < passes - 1:
+            loss()
+        elif closure == "the pass":
             optimizer.step(loss)
         else:
-            loss()
-            optimizer.step()
+            value = loss()
+            optimizer.step(*([lambda value=value: value] if closure else []))
 
 
 def started(world: World, strategy: str) -> tuple[nn.Module, torch.optim.Optimizer, un.Replica]:
@@ -93,17 +97,21 @@ def test_a_skipped_step_is_a_window_also_where_the_last_parameter_is_unused(spec
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("spec", ["gossip", "gossip(all)", "gossip(overlap=False)", "gossip(exponential, every=2)"])
-def test_gossip_with_a_closure_is_gossip_without(spec: str) -> None:
-    def work(world: World, closure: bool) -> Tensor:
+@pytest.mark.parametrize(("closure", "passes"), [("the pass", 1), ("the pass", 2), ("the loss alone", 1)])
+@pytest.mark.parametrize(
+    "spec", ["gossip", "gossip(all)", "gossip(overlap=False)", "gossip(exponential, every=2)", "crossbow"]
+)
+def test_a_closure_changes_nothing(spec: str, closure: str, passes: int) -> None:
+    def work(world: World, closure: str) -> Tensor:
         model, optimizer, replica = started(world, spec)
-        train(model, optimizer, world.rank, range(6), closure=closure)
+        train(model, optimizer, world.rank, range(6), closure=closure, passes=passes)
+        assert replica.step == 6
         ended = line(model)
         replica.consolidate()
         replica.close()
         return ended
 
-    plain, closed = (run_threads(lambda world, c=c: work(world, c), 3) for c in (False, True))
+    plain, closed = (run_threads(lambda world, c=c: work(world, c), 3) for c in ("", closure))
     for a, b in zip(plain, closed, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
 

@@ -66,6 +66,7 @@ class Windows:
         self.accumulate, self._advance = accumulate, advance
         self._passes = 0  # of this window so far
         self._local = False  # inside no_sync
+        self.in_closure = False  # of a step: its passes are one window, which ends after it; see `PeriodicReplica`
         self.window = Window.OPEN
         self._stepped_by: list[Optimizer] = []  # with the window that ended last
 
@@ -191,7 +192,7 @@ class Counter(Windows):
         self._count_due()
         self._passes += 1
         self.window = Window.OPEN
-        if self._passes >= self.accumulate:
+        if self._passes >= self.accumulate and not self.in_closure:
             self._end_window()
 
     def after_step(self) -> None:
@@ -228,7 +229,9 @@ class Counter(Windows):
 
     def before_step(self) -> None:
         """A step without a window, or with a short one, ends one; and one with a pass that is not counted yet."""
-        if (self.window is not Window.ENDED or self._noted) and not self._local:
+        if self.in_closure:
+            self.catch_up()
+        elif (self.window is not Window.ENDED or self._noted) and not self._local:
             self._end_window()
 
     def close(self) -> None:

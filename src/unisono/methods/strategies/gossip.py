@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.methods.checks import AtLeast, Note
+from unisono.methods.exchange.windows import Window
 from unisono.methods.facts import Convergence, Example, Facts
 from unisono.methods.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.methods.strategies._graphs import ExchangedParameters, Graph, Lines, Neighbours, Received, neighbours, swap
@@ -187,17 +188,14 @@ class GossipReplica(PeriodicReplica):
         super().advance()
         self._unmixed += 1
 
-    def begin_step(self, *, has_closure: bool) -> None:
-        super().begin_step(has_closure=has_closure)
-        if self._closure is not None and self._due(self.step + 1):  # backward comes inside the step: mix after it
-            self._mix_all(0)
-            with torch.no_grad():
-                self._begin(self.step + 1)
-                self._before = self.lines.copy()
-
     def before_step(self) -> None:
         super().before_step()
         self._mix_all(0)
+        comes = self.windows.in_closure and self.windows.window is not Window.ENDED
+        if comes and self._before is None and self._due(self.step + 1):  # the window ends after the step: mix then
+            with torch.no_grad():
+                self._begin(self.step + 1)
+                self._before = self.lines.copy()
 
     def meet(self) -> None:
         self._mix_all(self._unmet)

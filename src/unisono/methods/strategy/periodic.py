@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -69,7 +68,6 @@ class PeriodicReplica(Replica):
         self._unmet = 0  # windows that have ended, and after which the ranks have not met
         self._ended: list[float] = []  # of each of these, the mean weight of its batches
         self._passes: list[float] = []  # the weights of this window's batches so far
-        self._closure: AbstractContextManager[None] | None = None  # a step with a closure is under way
         self._forward = add_hook(model.register_forward_pre_hook, partial(_before_forward, weakref.ref(self)))
         self.writes = ProgramWrites(model)
         self._weighting: list[Any] = []
@@ -136,7 +134,7 @@ class PeriodicReplica(Replica):
 
     def look_for_writes(self) -> None:
         """Hand over what the program has written since the method or the optimizer last wrote."""
-        if not self.follows_writes:
+        if self.is_closed or not self.follows_writes or self.windows.in_closure:  # there, the optimizer writes
             return
         loads = self.writes.loads
         # Alone, a write cannot be compared with other ranks': to evaluate an average and go on is none
@@ -175,17 +173,11 @@ class PeriodicReplica(Replica):
         self._ended.append(sum(passes) / len(passes))
 
     def begin_step(self, *, has_closure: bool) -> None:
+        self.windows.in_closure = False  # of a step before this one that failed
         self.look_for_writes()
-        self._leave_closure()  # of a step before this one that failed
         if has_closure:  # ranks may call their closures more or less often
-            self._closure = self.windows.no_sync()
-            self._closure.__enter__()
-
-    def _leave_closure(self) -> bool:
-        closure, self._closure = self._closure, None
-        if closure is not None:
-            closure.__exit__(None, None, None)
-        return closure is not None
+            self.windows.catch_up()  # with the passes before it
+            self.windows.in_closure = True
 
     def before_step(self) -> None:
         super().before_step()
@@ -201,7 +193,8 @@ class PeriodicReplica(Replica):
     def after_step(self) -> None:
         if self.own_step is not None:
             self.own_step.after_step()
-        if self._leave_closure():
+        if self.windows.in_closure:
+            self.windows.in_closure = False
             self.windows.before_step()
         super().after_step()
         self.windows.catch_up()

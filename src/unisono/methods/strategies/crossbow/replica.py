@@ -185,10 +185,10 @@ class CrossbowReplica(PeriodicReplica):
         params, self._writer = dict(self.learners.named), self.learners.turn
         self._written.take({name: params[name] for name in names}, loaded=loaded)
 
-    def begin_step(self, *, has_closure: bool) -> None:
-        self.look_for_writes()
-        self._look()
-        super().begin_step(has_closure=has_closure)
+    def before_step(self) -> None:
+        if not (self._looked and self.windows.in_closure):  # which may be called again, amid the step
+            self._look()
+        super().before_step()
 
     @torch.no_grad()
     def _look(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from unisono.methods.strategies.zero.codes import BLOCK, round_line
 from unisono.world import World
 
 _SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
+_SAMPLE = 16  # values of a parameter that are looked at
 _TILE = 1 << 20  # elements that are compared at a time
 UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # these have no forward
 WHOLE = (nn.MultiheadAttention,)  # their forward reads parameters of modules inside that it does not call
@@ -150,6 +152,15 @@ class Unit:
         begin, size = self.full.data_ptr(), self.dtype.itemsize
         every = enumerate(zip(self.params, self.layout.starts, strict=True))
         return [i for i, (p, start) in every if p.numel() and p.data_ptr() != begin + start * size]
+
+    @cached_property
+    def _some(self) -> Tensor:
+        starts, lengths = (torch.tensor(x).unsqueeze(1) for x in (self.layout.starts, self.layout.lengths))
+        return (starts + torch.arange(_SAMPLE) * lengths // _SAMPLE).clamp(max=self.numel - 1)
+
+    def read_some(self) -> Tensor:
+        """The bytes of some of the values here, from all over them: a row for each parameter."""
+        return self.full[self._some].view(torch.uint8)
 
     @torch.no_grad()
     def bring_back(self) -> None:

@@ -113,6 +113,7 @@ class WholeValues(Values):
         self._late: set[Unit] = set()  # units whose new values nothing has asked for yet
         self._watched = Watched(self._units, weakref.WeakMethod(self.use))
         self._versions: list[int] = []  # of the parameters, where steps are taken elsewhere
+        self._seen: dict[Unit, Tensor] = {}  # there, what some values were: `p.data.copy_(x)` changes no version
         self._hooks: list[Any] = []
         where = {param: unit for unit in units for param in unit.params}
         for module in model.modules() if wait is not None else ():
@@ -131,6 +132,22 @@ class WholeValues(Values):
         for unit in self._coded:  # which are exact now, on every rank: what would arrive of them
             unit.full.copy_(round_line(unit.full))
         self._versions = [param._version for unit in self._units for param in unit.params]
+        self._seen = {}
+        for unit in self._units if self._wait is not None else ():
+            if unit not in self._late:
+                self._look(unit)
+
+    def _look(self, unit: Unit) -> None:
+        """These values are as they should be. On a GPU to compare them would hold the program up."""
+        if unit.full.device.type == "cpu" and unit.numel:
+            self._seen[unit] = unit.read_some()
+
+    def _find_changed(self, unit: Unit) -> list[int]:
+        """The parameters that the program gave other values or another place, past PyTorch's counters."""
+        seen, found = self._seen.get(unit), unit.find_moved()
+        if seen is not None and not seen.equal(now := unit.read_some()):
+            found += (now != seen).any(1).nonzero().flatten().tolist()
+        return found
 
     def take_written(self) -> None:
         for unit in self._units if self._wait is None else ():
@@ -141,10 +158,10 @@ class WholeValues(Values):
     def refuse_written(self) -> None:
         if self._wait is None:
             return
-        moved = {unit.params[slot] for unit in self._units for slot in unit.find_moved()}
+        changed = {unit.params[slot] for unit in self._units for slot in self._find_changed(unit)}
         every = ((name, param) for unit in self._units for name, param in zip(unit.names, unit.params, strict=True))
         for (name, param), before in zip(every, self._versions, strict=True):
-            if param._version != before or param in moved:
+            if param._version != before or param in changed:
                 raise ValueError(
                     f"parameter {name!r} was written to since the last step, and what the optimizer steps is off the "
                     "device, with an update that may have been under way: write in replica.write(function), which "
@@ -169,6 +186,8 @@ class WholeValues(Values):
     def end_loading(self) -> None:
         if self._coded:  # what was loaded is exact, and perhaps not all was
             self.renew(self._units)
+        else:
+            self.release_all()
 
     def gather_late(self) -> None:
         self._gather_until()
@@ -181,6 +200,8 @@ class WholeValues(Values):
             self.take_written()
         for unit in self._coded:
             self._gather(unit, exact=True)
+            if self._wait is not None:
+                self._look(unit)
 
     def use(self, params: list[Parameter], _function: Any, call: Callable[[], Any]) -> Any:
         """Do `call` with the new values of `params`."""
@@ -203,6 +224,7 @@ class WholeValues(Values):
             self._wait(unit)
             if self._world.size > 1:
                 self._gather(unit)
+            self._look(unit)
 
     def _gather(self, unit: Unit, *, exact: bool = False) -> None:
         gather_values(unit, unit.master.to(unit.dtype) if unit.coded else unit.shard, self._world, exact=exact)

@@ -58,6 +58,19 @@ def read(model: nn.Sequential, optimizer: Optimizer) -> None:
     assert {*optimizer.state[held[0]]} == {"step", "exp_avg", "exp_avg_sq"}
 
 
+def halve(model: nn.Sequential, optimizer: Optimizer) -> None:
+    for param in model.parameters():
+        if param in optimizer.state:
+            optimizer.state[param]["exp_avg"].mul_(0.5)
+            optimizer.state[param]["exp_avg_sq"] = optimizer.state[param]["exp_avg_sq"] * 0.25
+
+
+def halve_and_load(model: nn.Sequential, optimizer: Optimizer) -> None:
+    before = copy.deepcopy(optimizer.state_dict())
+    halve(model, optimizer)
+    optimizer.load_state_dict(before)
+
+
 class Leaving(nn.Module):
     """A parameter that gets no gradient, and has no state."""
 
@@ -101,7 +114,8 @@ def train(program: Program, world: un.World | None, spec: str = "", steps: int =
         for spec in [*ZERO, "shared"]
         for program in (clear, replace, delete_some, halve_loaded, read)
         if program is not halve_loaded or "disk" not in spec  # which state_dict() refuses there
-    ],
+    ]
+    + [("shared", halve), ("shared", halve_and_load)],
 )
 def test_clearing_loading_and_counting_are_those_of_one_process(spec: str, program: Program) -> None:
     right, _ = train(program, None)

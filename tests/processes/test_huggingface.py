@@ -273,10 +273,13 @@ def test_accelerate_binds_models_with_one_optimizer_and_refuses_what_it_would_no
     train(model[0], model[2], optimizer, torch.Tensor.backward)
     other, prepared = make()
     *layers, prepared = accelerator.prepare(other[0], other[2], prepared)
+    with pytest.raises(NotImplementedError, match=r"LocalSGD is for DDP.*local_sgd\(every=8\)"):
+        layers[0].no_sync()  # as `accelerate.local_sgd.LocalSGD` does first
     train(*layers, prepared, accelerator.backward)
     states = [accelerator.get_state_dict(layer) for layer in layers]
     assert len(accelerator.replicas) == 1
     accelerator.free_memory()
+    assert not hasattr(layers[0], "no_sync")
     for found in (values(other), [x for state in states for x in state.values()]):
         assert_same(found, values(model), atol=1e-12)
     other, _ = make()

@@ -72,9 +72,12 @@ def _unwrap(optimizer: Any) -> Any:
     return optimizer
 
 
+def _refuse_local_sgd() -> NoReturn:
+    raise NotImplementedError("LocalSGD is for DDP: leave it out, with Accelerator(strategy='local_sgd(every=8)')")
+
+
 class _Bound:
-    """A model and its optimizers, bound to a strategy, in a loop that the library runs. Several models, if they have an
-    optimizer in common."""
+    """A model, or several with an optimizer in common, and their optimizers, in a loop that the library runs."""
 
     def __init__(
         self, models: list[nn.Module], optimizers: list[Any], spec: str | Method, settings: dict[str, Any]
@@ -83,6 +86,8 @@ class _Bound:
         self.model = model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.optimizers: list[Optimizer] = [_unwrap(optimizer) for optimizer in optimizers]
         self.replica: Replica = parallel(model, self.optimizers, spec, **settings)
+        for one in models:
+            one.no_sync = _refuse_local_sgd  # type: ignore[assignment]
         if (scaler := getattr(optimizers[0], "scaler", None)) is not None:
             self.replica.watch(scaler)
         self.agreed = Agreed(self.replica)
@@ -536,15 +541,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None, None, None]:
-        bound = self._find(model)
-        with nullcontext() if bound is None else bound.replica.no_sync():
+        with nullcontext() if (bound := self._find(model)) is None else bound.replica.no_sync():
             yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         """Refuse: it is for DistributedDataParallel."""
-        raise NotImplementedError(
-            "join_uneven_inputs is for DistributedDataParallel: keep even_batches=True, or let un.shard deal the data"
-        )
+        raise NotImplementedError("join_uneven_inputs is for DDP: keep even_batches=True, or use un.shard")
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         bound = self._find(model)
@@ -592,5 +594,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Unbind: the models are ordinary ones again. Every rank calls it."""
         for bound in self._bounds:
             bound.agreed.finish()
+            for model in bound.models:
+                del model.no_sync
         self._bounds = []
         return super().free_memory(*objects)

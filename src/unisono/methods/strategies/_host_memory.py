@@ -21,7 +21,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from unisono.launchers.runtime.frames import warn_user
 from unisono.launchers.runtime.huge_pages import drop_copied, find_copied
@@ -142,10 +141,11 @@ Written = dict[str, str]  # by parameter: how often since the last step, and a d
 
 
 class Placed(NamedTuple):
-    """Parameters, their names and where they lie: at `views` of what this rank sees of a line of the host's memory."""
+    """Parameters, or what is kept for each, and their names: they lie at `views` of what this rank sees of a line of
+    the host's memory."""
 
     names: list[str]
-    params: list[Parameter]
+    params: Sequence[Tensor]
     views: list[Tensor]
     seen: Tensor
     line: Tensor
@@ -188,6 +188,11 @@ class Writes:
         self._is_stepping = self._has_copies = False
         self._note()
 
+    def follow(self, placed: Sequence[Placed]) -> None:
+        """Follow others, too."""
+        self._placed += placed
+        self._versions += [[param._version for param in one.params] for one in placed]
+
     def _note(self) -> None:
         """Parameters are what they should be."""
         self._versions = [[param._version for param in one.params] for one in self._placed]
@@ -207,6 +212,8 @@ class Writes:
         self._has_copies, found = False, {}
         for one, versions in zip(self._placed, self._versions, strict=True):
             copied = one.find_copied()
+            if not copied and [param._version for param in one.params] == versions:
+                continue
             self._has_copies |= bool(copied)
             for name, param, view, before in zip(one.names, one.params, one.views, versions, strict=True):
                 first = int(view.storage_offset() - one.seen.storage_offset())

@@ -200,7 +200,9 @@ class BackgroundSaves:
         longer than the copy. Once; for a GPU's state not at all."""
         if self._warming is not None or self.snapshot.nbytes or replica.world.device.type != "cpu":
             return
-        states = [x for state in replica.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        held = [one.state for one in getattr(replica.optimizer, "members", [replica.optimizer])]
+        every = [state for one in held for state in getattr(one, "own", one).values()]  # of zero: this rank's part
+        states = [x for state in every for x in state.values() if isinstance(x, Tensor)]
         tensors = [*replica.model.parameters(), *replica.model.buffers(), *states]
         nbytes = sum(x.nbytes + 64 for x in tensors if not nn.parameter.is_lazy(x)) + _MORE_BYTES
         self._warming = threading.Thread(target=self._warm, args=(nbytes,), name="unisono-save-memory", daemon=True)

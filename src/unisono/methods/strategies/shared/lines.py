@@ -3,7 +3,7 @@ state; and who steps what (`Line.pieces`).
 
 `optimizer.state[p]` holds views of lines that all ranks map, in the parameters' shapes, whole for every program that
 looks at it, and values of its own for what is kept once a parameter (the count of steps). Each rank writes the part
-that it steps.
+that it steps. What programs write to these views by themselves is followed as what they write to parameters (`Writes`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unisono.methods.offload.optimizers import (
     read_settings,
 )
 from unisono.methods.strategies._crossing import Piece
-from unisono.methods.strategies._host_memory import HostMemory, cut
+from unisono.methods.strategies._host_memory import HostMemory, Placed, cut
 
 
 class Line:
@@ -140,7 +140,8 @@ class HostState:
     ) -> None:
         """`owned`: parameters that are stepped whole, by others than this."""
         self.optimizer, self._memory = optimizer, memory
-        self._state: dict[tuple[Line, str], tuple[Tensor, list[Tensor]]] = {}
+        self._state: dict[tuple[Line, str], tuple[Tensor, list[Tensor]]] = {}  # of the host, and what is seen of it
+        self._placed: list[Placed] = []  # since they were asked for
         self._fresh = StepCount()
         places = [(p, line, slot) for line in lines for slot, p in enumerate(line.params) if p not in owned]
         self._known = {  # by the parameter's id: a tensor's hash is slow
@@ -176,17 +177,26 @@ class HostState:
                 for key in self.rule(member, group, line).find_state(read_settings(group)).lines:
                     if (line, key) not in self._state:
                         memory = self._memory.line(line.numel, line.dtype)
-                        self._state[line, key] = memory, line.view(memory)
+                        seen = self._memory.view(memory)
+                        views = self._state[line, key] = memory, line.view(seen)
+                        names = [f"{name} ({key} in optimizer.state)" for name in line.names]
+                        self._placed.append(Placed(names, views[1], views[1], seen, memory))
         if self._memory.rank == 0:
-            self.adopt(write=True)
+            self.adopt(first=True)
         self._memory.meet("the optimizer's state")
         self.adopt(write=False)
+
+    def take_placed(self) -> list[Placed]:
+        """The lines that other ranks see, too, and that are new since this was last called."""
+        placed, self._placed = self._placed, []
+        return [one for one in placed if not one.is_own]
 
     # Steps --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def adopt(self, *, write: bool = True) -> None:
-        """Take what the program has put into the optimizer since (`load_state_dict`, a state that was cleared)."""
+    def adopt(self, *, write: bool = True, first: bool = False) -> None:
+        """Take what the program has put into the optimizer since (`load_state_dict`, a state that was cleared), as if
+        it had written that in place; `first`: this rank has it for all."""
         counts: dict[Any, StepCount] = {}
         for member, group, some in self.groups():
             for one in some:
@@ -194,7 +204,7 @@ class HostState:
                 if not state:
                     self._forget(one)
                 elif not one.is_as_left(state):
-                    self._adopt(one, state, self.rule(member, group, one.line), group, counts, write)
+                    self._adopt(one, state, self.rule(member, group, one.line), group, counts, write, first)
 
     def _forget(self, one: ParameterState) -> None:
         one.state, one.lines, one.count = None, {}, self._fresh
@@ -207,6 +217,7 @@ class HostState:
         group: dict[str, Any],
         counts: dict[Any, StepCount],
         write: bool,
+        first: bool,
     ) -> None:
         settings = read_settings(group)
         keys = rule.find_state(settings).lines
@@ -215,8 +226,8 @@ class HostState:
             return
         lines = self._views(one, keys)
         for key, view in lines.items():
-            if write and state[key] is not view:
-                view.copy_(state[key])
+            if (write or first) and state[key] is not view:
+                (one.line.view(self._state[one.line, key][0])[one.slot] if first else view).copy_(state[key])
             state[key] = view
         rest = {k: v for k, v in state.items() if k not in lines and v is not None}
         scalars = rule.read_scalars({k: v.clone() if isinstance(v, Tensor) else v for k, v in rest.items()})

@@ -94,7 +94,7 @@ class SharedReplica(Replica):
             in_the_middle=None if self._faults is None else self.fault_in_update,
         )
         placed = [Placed(line.names, line.params, line.views, line.seen, line.values) for line in self._lines]
-        self._writes = Writes(self.model, placed, memory)
+        self._writes = Writes(self.model, [*placed, *self._state.take_placed()], memory)
 
     def _find_pieces(self, rank: int, slots: Sequence[Container[int]]) -> list[list[Piece]]:
         """The part of a rank of my host, where these parameters of each line are stepped."""
@@ -116,6 +116,7 @@ class SharedReplica(Replica):
             return
         if not self._step.is_skipped(self.stepping):
             self._step.prepare(self._backward.places, self.stepping, has_begun=self._backward.count_steps() > 0)
+            self._writes.follow(self._step.state.take_placed())
             self._meet_before_step()
             self._is_stepping = True
             self._step.run()

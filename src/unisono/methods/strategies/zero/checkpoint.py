@@ -242,6 +242,7 @@ class WholeOptimizerState:
         return next(i for i, member in enumerate(members_of(self._shards.optimizer)) if member is optimizer)
 
     def _show_whole(self, optimizer: Optimizer) -> None:
+        self._shards.settle()
         whole = self._gather(self._number(optimizer))
         self._own = optimizer.state
         held = (p for group in optimizer.param_groups for p in group["params"])
@@ -258,6 +259,7 @@ class WholeOptimizerState:
         return {**state, "state": {k: one for k, one in state["state"].items() if k not in numbers}}
 
     def _load(self, optimizer: Optimizer) -> None:
+        self._shards.take_loaded(optimizer)
         load_optimizer(self._shards, self._units, self._given, self._offload, self._number(optimizer))
         self._given = None
 

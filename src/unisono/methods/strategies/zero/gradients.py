@@ -196,10 +196,14 @@ class ShardedGradients:
             )
         return found.pop() if found else 1.0
 
+    def find_used(self, unit: Unit) -> list[bool]:
+        """Which parameters had a gradient in this window, on any rank."""
+        return self.used[self.first[unit] :][: len(unit.params)]
+
     def absent(self, unit: Unit) -> list[tuple[int, int]]:
         """The elements of my shard whose parameters had no gradient in this window, on any rank."""
-        first = self.first[unit]
-        return [(p.at, p.at + p.length) for p in unit.parts if not self.used[first + p.slot]]
+        used = self.find_used(unit)
+        return [(p.at, p.at + p.length) for p in unit.parts if not used[p.slot]]
 
     # `p.grad` of the model's parameters, and of the optimizer's leaves ---------------------------------------------
 

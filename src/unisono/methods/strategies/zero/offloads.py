@@ -6,7 +6,7 @@ Units whose tensors are stepped whole have none: the optimizer's own code steps 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,6 +122,13 @@ class Offloads:
 
     def load_values(self, unit: Unit, part: Part, stored: Stored) -> None:
         self.of(unit).load_values(unit, part, stored)
+
+    def reset(self, params: Container[Tensor]) -> None:
+        """Forget the optimizer's state of some parameters."""
+        for unit in self.units:
+            for part in unit.parts:
+                if unit.params[part.slot] in params:
+                    self.state(unit).reset(start=part.at, stop=part.at + part.length)
 
     def load_states(self, saved: Mapping[int, Mapping[str, Any]], member: int | None = None) -> None:
         """`member`: of one of several optimizers alone."""

@@ -1,14 +1,15 @@
 """The optimizer's side of units: it steps one leaf for each part of a parameter in my shard.
 
 Between steps its groups hold the program's own parameters, so that what frameworks do with them (clipping, looking
-for names) is what it is in one process. While it steps they hold the leaves; the state is kept by leaf.
+for names) is what it is in one process. While it steps they hold the leaves. So it is with its state, which is kept by
+leaf: see `program_state`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.methods.joined_optimizers import members_of
+from unisono.methods.offload.optimizers import Rule, make_rule, read_settings
+from unisono.methods.strategies.zero.program_state import ProgramState, Scalars, refuse
 from unisono.methods.strategies.zero.units import Part, Unit
 from unisono.training.checkpoint.slices import Piece, Stored, as_pieces, map_state
 from unisono.world import World
+
+if TYPE_CHECKING:
+    from unisono.methods.strategies.zero.offloads import Offloads
 
 EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.launchers.runtime.frames`)
     "gather": "under zero each rank has a part of the optimizer's state, so every rank calls optimizer.state_dict(), "
@@ -34,16 +40,22 @@ class OptimizerShards:
         self._units: list[Unit] = []
         self._of: dict[Tensor, list[Parameter]] = {}  # the leaves of every parameter that is split
         self._whole: list[list[Parameter]] | None = None  # what the groups hold otherwise, while they hold leaves
+        self._places: dict[Tensor, tuple[Unit, int]] = {}  # the part of a parameter that is here, in `unit.parts`
+        self._shown: list[ProgramState] = []  # by member; what it shows between steps
+        self._known: dict[Tensor, float] = {}  # the parameters that have state, wherever it is, and their steps
+        self._rules: dict[int, Rule] = {}  # by member
+        self._offload: Offloads | None = None
+        self._agree: Callable[[str], None] = lambda what: None
 
     def _find_numbers(self) -> dict[Tensor, int]:
         """By parameter, its number in `optimizer.state_dict()`."""
-        self.end_step()
+        self.settle()
         return {p: i for i, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
 
     def find_split_numbers(self, member: int = 0) -> tuple[int, set[int]]:
         """Of one of several optimizers: the number of its first parameter among those of all, and its own numbers of
         the parameters that are split."""
-        self.end_step()
+        self.settle()
         before, mine = members_of(self.optimizer)[:member], members_of(self.optimizer)[member]
         first = sum(len(group["params"]) for other in before for group in other.param_groups)
         params = [p for group in mine.param_groups for p in group["params"]]
@@ -51,13 +63,18 @@ class OptimizerShards:
 
     def states(self, unit: Unit) -> Any:
         """The state of the optimizer that steps a unit, by leaf."""
-        return members_of(self.optimizer)[unit.member].state
+        return self._shown[unit.member].own if self._shown else members_of(self.optimizer)[unit.member].state
 
-    def split(self, units: Sequence[Unit]) -> dict[int, dict[str, Any]]:
+    def split(
+        self, units: Sequence[Unit], offload: Offloads | None, agree: Callable[[str], None]
+    ) -> dict[int, dict[str, Any]]:
         """Make the leaves of some units, for the optimizer to step.
 
+        agree(what): every rank does what the program does, and no step is under way.
         Returns the state of whole parameters, by their number, for units that are stepped elsewhere.
         """
+        self._offload, self._agree = offload, agree
+        self._places = {unit.params[part.slot]: (unit, i) for unit in units for i, part in enumerate(unit.parts)}
         self._units, self._of = list(units), {}
         numbers, leaves = self._find_numbers(), self._of
         before = {}
@@ -79,13 +96,36 @@ class OptimizerShards:
             for param in unit.params:
                 state = states.pop(param, None)
                 leaves.setdefault(param, [])
+                if state:
+                    self._known[param] = _count_steps(state)
                 if state and not unit.steps_here:
                     before[numbers[param]] = dict(state)
+        for i, member in enumerate(members_of(self.optimizer)):
+            mine: dict[Tensor, list[Parameter]] = {
+                p: leaves[p] for unit in units if unit.member == i for p in unit.params
+            }
+            self._shown.append(ProgramState(member.state, mine, self._known, self._look, self._reset))
+            member.state = self._shown[-1]  # type: ignore[assignment]
         return before
+
+    def settle(self) -> None:
+        """Between steps: take over what the program has put in the place of the optimizer's state, which can only be
+        nothing."""
+        self.end_step()
+        for member, shown in zip(members_of(self.optimizer), self._shown, strict=False):
+            given, member.state = member.state, shown  # type: ignore[assignment]
+            shown.check_lent()
+            if given is not shown:
+                if any(given.values()):
+                    raise refuse("optimizer.state = ...")
+                shown.clear()
 
     def begin_step(self) -> None:
         """Let the optimizer's groups hold the leaves, until `end_step`."""
         if self._whole is None:
+            self.settle()
+            for member, shown in zip(members_of(self.optimizer), self._shown, strict=False):
+                member.state = shown.own
             groups = self.optimizer.param_groups
             self._whole = [group["params"] for group in groups]
             for group in groups:
@@ -95,19 +135,89 @@ class OptimizerShards:
         """Let the optimizer's groups hold the program's parameters again."""
         for group, params in zip(self.optimizer.param_groups, self._whole or (), strict=False):
             group["params"] = params
+        for member, shown in zip(members_of(self.optimizer), self._shown, strict=False):
+            if member.state is shown.own:
+                member.state = shown  # type: ignore[assignment]
         self._whole = None
 
     def put_back(self) -> None:
         """Let the optimizer step the parameters that it was made with, without state."""
         self.end_step()
         self.drop_state()
-        self._of = {}
+        for member, shown in zip(members_of(self.optimizer), self._shown, strict=False):
+            member.state = shown.own
+        self._of, self._shown, self._known = {}, [], {}
 
     def drop_state(self, *, away: bool = False) -> None:
         """Forget the state of all leaves; `away`: of those alone that are stepped elsewhere."""
         for unit in (unit for unit in self._units if not (away and unit.steps_here)):
             for leaf in (leaf for one in unit.held for leaf in one.leaves):
                 self.states(unit).pop(leaf, None)
+
+    # What the program sees of it between steps
+
+    def note_stepped(self, units: Sequence[Unit], find_used: Callable[[Unit], Sequence[bool]]) -> None:
+        """These units were stepped, with gradients of the parameters that were used."""
+        for unit in units:
+            stepped = [p for p, is_used in zip(unit.params, find_used(unit), strict=True) if is_used]
+            new = [p for p in stepped if p not in self._known]
+            if new and unit.steps_here:
+                states = self.states(unit)
+                keeps = any(states.get(leaf) for leaf in unit.leaves) or not unit.leaves
+                new = [p for p in new if keeps and (p not in self._places or states.get(self._leaf(p)))]
+            elif new:
+                member = members_of(self.optimizer)[unit.member]
+                rule = self._rules[unit.member] = self._rules.get(unit.member) or make_rule(member)
+                kept = [(rule.find_state(read_settings(group)), {*group["params"]}) for group in member.param_groups]
+                new = [p for p in new if any(p in params and (x.lines or x.scalars) for x, params in kept)]
+            self._known |= dict.fromkeys(new, 0.0)
+            self._known |= {p: self._known[p] + 1 for p in stepped if p in self._known}
+
+    def take_loaded(self, member: Optimizer) -> None:
+        """`load_state_dict()` has made a state for what is not split."""
+        shown = next(x for one, x in zip(members_of(self.optimizer), self._shown, strict=True) if one is member)
+        if member.state is not shown:
+            shown.own, member.state = member.state, shown  # type: ignore[assignment]
+
+    def _leaf(self, param: Tensor) -> Parameter:
+        unit, i = self._places[param]
+        return unit.leaves[i]
+
+    def _look(self, param: Tensor) -> tuple[Scalars, set[str]] | None:
+        """See `ProgramState`. Of a parameter that has no part here the count of steps, where it is counted as here."""
+        if param in self._places:
+            return self._look_here(*self._places[param])
+        mine = next(shown for shown in self._shown if param in shown)
+        for other in (p for p in self._places if p in mine):
+            scalars, lines = self._look_here(*self._places[other])
+            if "step" in scalars and self._known[other] != float(scalars["step"]):
+                return None
+            step, count = scalars.get("step"), self._known[param]
+            if step is not None:
+                step = torch.full_like(step, count) if isinstance(step, Tensor) else type(step)(count)
+            return {} if step is None else {"step": step}, lines
+        return None
+
+    def _look_here(self, unit: Unit, i: int) -> tuple[Scalars, set[str]]:
+        if self._offload is not None and not unit.steps_here:
+            shard = self._offload.state(unit)
+            return dict(shard.scalars(unit.parts[i].at) or {}), {*shard.names()} - {"master"}
+        every = self.states(unit).get(unit.leaves[i], {})
+        lines = {key for key, value in every.items() if isinstance(value, Tensor) and key != "step"}
+        return {key: value for key, value in every.items() if key not in lines}, lines
+
+    def _reset(self, params: Sequence[Tensor], what: str) -> None:
+        self._agree(what)
+        chosen = {*params}
+        for unit in self._units:
+            for one in unit.held:
+                for part, leaf in zip(one.parts, one.leaves, strict=True):
+                    if one.params[part.slot] in chosen:
+                        self.states(unit).pop(leaf, None)
+        if self._offload is not None:
+            self._offload.reset(chosen)
+        for param in chosen:
+            self._known.pop(param, None)
 
     # State of whole parameters
 
@@ -203,6 +313,10 @@ class OptimizerShards:
         with the numbers that its parameters have among those of all."""
         optimizer, numbers = self.optimizer, self._find_numbers()
         every = [one for unit in self._units if member in (None, unit.member) for one in unit.held]
+        for param in (p for one in every for p in one.params):
+            self._known.pop(param, None)
+            if state := saved["state"].get(numbers.get(param, -1)):
+                self._known[param] = _count_steps(state)
         for unit, part, leaf in self._leaves(every):
             states = self.states(unit)
             states.pop(leaf, None)
@@ -217,6 +331,12 @@ class OptimizerShards:
         for unit in units:
             for part, leaf in zip(unit.parts, unit.leaves, strict=True):
                 yield unit, part, leaf
+
+
+def _count_steps(state: Mapping[str, Any]) -> float:
+    """How many steps a parameter has taken, by its whole state; NaN where its optimizer counts otherwise."""
+    count = map_state(state.get("step", 0.0), Stored, lambda x: x.full())
+    return float(count) if not isinstance(count, Tensor) or count.numel() == 1 else math.nan
 
 
 Given = Callable[[Unit], list[Unit]]  # what this rank gives of a unit: its shard, another's copy, or nothing

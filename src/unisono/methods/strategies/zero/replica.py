@@ -134,7 +134,7 @@ class ZeroReplica(Replica):
                 self._offload = Offloads(self.members, away, positions, self.strategy, device)
         self._adopt_units(replacements, device)
         self._materialise_rest(replacements)
-        before = self._shards.split(self._trainable)
+        before = self._shards.split(self._trainable, self._offload, self._agree)
         if self._offload is not None:
             self._offload.start()
             if before:
@@ -315,21 +315,18 @@ class ZeroReplica(Replica):
             return
         if self._backward is not None and self._values is not None:
             gradients = self._backward.gradients
-            stepped = self._find_stepped()
+            stepped = [unit for unit in self._trainable if self.members[unit.member] is self.stepping]
             if self._offload is not None:
                 away = [unit for unit in stepped if not unit.steps_here]
                 absent = {unit: gradients.absent(unit) for unit in away}
                 self._offload.step(self.members.index(self.stepping), gradients.factor(away), absent)
+            self._shards.note_stepped(stepped, gradients.find_used)
             self._values.renew(stepped)
             super().after_step()
             if self._backward.window is Window.STEPPED:
                 gradients.used_up |= set(stepped)
         else:
             super().after_step()
-
-    def _find_stepped(self) -> list[Unit]:
-        """The units of the optimizer that has stepped."""
-        return [unit for unit in self._trainable if self.members[unit.member] is self.stepping]
 
     def _take_written(self) -> None:
         """Let what the program wrote to parameters since the last step count; not while values that were stepped are
@@ -393,28 +390,31 @@ class ZeroReplica(Replica):
             self._offload.finish()
             self._values.renew(self._trainable)
 
+    def _find_channel(self) -> World:
+        """In whose order of operations a rank is next that does not call what the program calls here."""
+        if isinstance(self._values, GatheredValues):
+            self._values.release_all()  # nothing of it is under way
+            return self._values.channel
+        return self._backward.channel if self._backward is not None else self.world
+
+    def _agree(self, what: str) -> None:
+        self._find_channel().barrier(tag=what)  # on every rank, between steps
+        self._end_delay()
+
     def _gather_optimizer(self, member: int) -> dict[Tensor, dict[str, Any]]:
-        """For `optimizer.state_dict()`, of one of several: in the order of operations in which a rank that does not
-        call it is next."""
-        assert self._backward is not None
-        assert self._values is not None
+        """For `optimizer.state_dict()`, of one of several."""
         if self.strategy.optimizer_on == "disk":
             raise ValueError(
                 "optimizer.state_dict() would bring all of the optimizer's state, which is on disk here, into every "
                 "rank's memory: save with un.save(folder, replica), and un.read_checkpoint(folder) reads it in plain "
                 "PyTorch"
             )
-        channel = self._backward.channel
-        if isinstance(self._values, GatheredValues):
-            self._values.release_all()  # nothing of it is under way
-            channel = self._values.channel
-        if self._offload is None:
-            on = None if self.strategy.optimizer_on == "device" else torch.device("cpu")
-            return self._shards.gather(channel, on, member=member)
-        self._end_delay()
-        self._load_states(torch.device("cpu"))
+        if self._offload is not None:
+            self._end_delay()
+            self._load_states(torch.device("cpu"))
         try:
-            return self._shards.gather(channel, torch.device("cpu"), member=member)
+            on = None if self.strategy.optimizer_on == "device" else torch.device("cpu")
+            return self._shards.gather(self._find_channel(), on, member=member)
         finally:
             self._shards.drop_state(away=True)
 

@@ -224,7 +224,7 @@ def test_two_losses_leave_the_outer_model_of_async_diloco() -> None:
         assert not run.errors, "\n".join(run.errors.values())
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "shared"])
+@pytest.mark.parametrize("strategy", ["allreduce", "shared", "zero(stage=1, spare=True)"])
 def test_a_death_between_the_steps_of_two_optimizers(strategy: str) -> None:
     """Who is left ends the step of both: a model of which one part has stepped is that of no step."""
     program = partial(train, several=True, strategy=strategy)

@@ -320,7 +320,7 @@ class ZeroReplica(Replica):
                 away = [unit for unit in stepped if not unit.steps_here]
                 absent = {unit: gradients.absent(unit) for unit in away}
                 self._offload.step(self.members.index(self.stepping), gradients.factor(away), absent)
-            self._values.renew(stepped)
+            self._values.end_step(stepped, self.world)
             super().after_step()
             if self._backward.window is Window.STEPPED:
                 gradients.used_up |= set(stepped)

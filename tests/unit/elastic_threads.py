@@ -60,6 +60,11 @@ class Life:
     comings: int = 0
     transports: list[FaultyTransport] = field(default_factory=list)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "is_armed":
+            self.run.note_armed(self)
+
     def find_event(self, at: int, *, coming: bool) -> Event | None:
         """The one that is due."""
         if self.is_dead:
@@ -196,6 +201,7 @@ class Run:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._live = 0
+        self._is_noted = False  # worker 0 has written the results of the calls before its first batch, or has ended
 
     def play(self) -> Run:
         """Run it to its end."""
@@ -218,6 +224,11 @@ class Run:
         with self._changed:
             self.coordinator.wanted = wanted
             self._decide()
+
+    def note_armed(self, life: Life) -> None:
+        with self._changed:
+            self._is_noted |= life.number == 0 and life.is_armed
+            self._changed.notify_all()
 
     def wait_for_newcomer(self) -> None:
         with self._changed:
@@ -287,6 +298,8 @@ class Run:
         thread.start()
 
     def _work(self, life: Life, *, joining: bool) -> None:
+        with self._changed:  # a process takes longer to start than the others need for this
+            self._changed.wait_for(lambda: self._is_noted or not joining)
         world = self._join(life, joining=joining)
         enter(world)
         well = False
@@ -307,6 +320,7 @@ class Run:
             with suppress(Died, PeerLost):
                 world.close()
             with self._changed:
+                self._is_noted |= life.number == 0
                 self._leave_generations(life.number)
                 self.coordinator.ended(life.number, well=well)
                 self._live -= 1

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.methods.spec import build
+from unisono.methods.strategies._serving.protocol import RemoteLink
 from unisono.methods.strategies.async_diloco.outer import DelayedNesterov, OuterServer
-from unisono.world import World
+from unisono.world import PeerLost, World
+from unisono.world.transports.threads import Hub, ThreadTransport
 from unisono.world.virtual import run_threads
 
 N, LR, BETA = 3, 0.7, 0.9
@@ -251,3 +253,18 @@ def test_what_cannot_work_is_refused(spec: str, reason: str) -> None:
     model = make()
     with pytest.raises(ValueError, match=reason):
         un.parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), spec, world=World())
+
+
+def test_an_answer_that_a_lost_server_had_sent_is_not_that_of_a_later_request() -> None:
+    hub = Hub(2, 10.0)
+    pair, server = World(ThreadTransport(hub, 0), hosts=["localhost"] * 2), ThreadTransport(hub, 1)
+    link = RemoteLink(pair, 0, 1, [torch.zeros(3)], None)
+    link.push([torch.ones(3)], None, None, [])
+    hub.left[1] = "has died"
+    with pytest.raises(PeerLost):
+        link.pull()
+    line = torch.zeros(12, dtype=torch.uint8)
+    for sent in (torch.tensor([0, len(line), 1, 0, 0]), line):
+        server.send(sent, 0)
+    with pytest.raises(PeerLost):
+        link.fetch()

@@ -224,7 +224,17 @@ def test_two_losses_leave_the_outer_model_of_async_diloco() -> None:
         assert not run.errors, "\n".join(run.errors.values())
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "shared"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_newcomer_dies_while_the_parts_of_zero_are_divided_anew(stage: int) -> None:
+    """Those that were there have all of them among themselves, however far each has come with it."""
+    program = partial(train, strategy=f"zero(stage={stage}, spare=True)", clamps=True)
+    for at in range(11, 18):  # from the second of its calls in which the model is brought together, to the last
+        for lucky in ({0}, {0, 1}):
+            losses = [Event("die in", 2, 4, lucky=frozenset({0, 1})), Event("die in", 3, at, lucky=frozenset(lucky))]
+            check(Run(program, 3, losses).play())
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "shared", "zero(stage=1, spare=True)"])
 def test_a_death_between_the_steps_of_two_optimizers(strategy: str) -> None:
     """Who is left ends the step of both: a model of which one part has stepped is that of no step."""
     program = partial(train, several=True, strategy=strategy)

@@ -46,6 +46,17 @@ class HostMemory:
         self.every = self.home if self.hosts == 1 else world.channel(inline=True)
         self._views: dict[int, Tensor] = {}  # of lines, by where these lie
 
+    @classmethod
+    def find(cls, world: World, method: str) -> HostMemory | None:
+        """None for ranks that talk by messages, on one host."""
+        memory = cls(world, method)
+        try:
+            memory.line(1, torch.uint8)
+        except ValueError:
+            memory.close()
+            return None
+        return memory
+
     @property
     def rank(self) -> int:
         """This process's rank within its host."""

@@ -442,6 +442,11 @@ class Average:
         """The averages that this rank has, by the key of their source."""
         return {source.key: mine for source, mine in zip(self._sources, self._averages, strict=True)}
 
+    @property
+    def is_lifted(self) -> bool:
+        """Whether it is to be placed anew."""
+        return self._whole is not None
+
     def leave(self, change: Change | None = None) -> None:
         """The method is about to keep its values elsewhere: in another world (`change`), or under another method."""
         if self.is_applied:

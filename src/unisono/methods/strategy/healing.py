@@ -37,7 +37,7 @@ from unisono.world.elastic import Batches, Elastic
 from unisono.world.operations import put_back
 
 # Of ranks that differ by one exchange: how far each has come. One that was moved has no counters of its own to tell.
-_FURTHEST = ("commits", "calls", "passes", "told")
+_FURTHEST = ("commits", "calls", "passes", "told", "whole")
 MOST_ATTEMPTS = 5  # of the same processes to form a world
 
 
@@ -508,6 +508,7 @@ class Healing:
             "in call": self.elastic.in_call,
             "passes": sum(shard.epoch for name, shard in self.world.shards.items() if name in self._trained),
             "told": not self._is_moved,
+            "whole": not any(replica.is_split for replica in self.replicas()),
             "joins": joins,
             "late": joins or self._is_late or self._is_moved,
             "reads": bool(self.world.shards),

@@ -84,8 +84,7 @@ class Replica:
       watches backward passes, in `start`, and `reduction` if a reducer may keep something back to send it later;
     - state: `shared_state`, `load_shared`, `local_state` and `load_local` for checkpoints and new worlds, `unsent` and
       `take_unsent` for `switch`;
-    - another world: `rebind` is the same for all methods; they override its steps `check_change`, `settle`, `stop`,
-      `take_model`, `start` and `carry`.
+    - another world: the steps of `rebind`: `check_change`, `settle`, `stop`, `take_model`, `start` and `carry`.
     """
 
     own_gradients: ClassVar[bool] = False  # ranks' gradients differ: AMP may skip the step of one rank alone
@@ -97,6 +96,7 @@ class Replica:
     same_parameters: ClassVar[bool] = False  # after every step, bit by bit: ranks compare them now and then
     counts_steps: ClassVar[bool] = True  # every step of the optimizer counts in an average of the weights
     hides_gradients: bool = False  # in the optimizer's step: the program's hooks run around that
+    is_split: bool = False  # over the ranks: this one has a part of model and optimizer
     no_average: ClassVar[str] = ""  # why there can be none of the weights under this method, and what to do instead
     bytes_by_formula: ClassVar[bool] = False  # the ledger's bytes are not counted where they are sent
 

@@ -190,6 +190,8 @@ class RemoteLink:
                 self.pair.close()
 
     def _ask(self, kind: int, text: bytes = b"", line: Tensor | None = None, there: Sequence[bool] = ()) -> None:
+        if self.is_lost:  # what it sent in its last moments would pass for the answer
+            raise self._lost(PeerLost("it was lost before"))
         flags = [int(x) for x in there] or [0] * len(self.targets)
         head = torch.tensor([kind, len(text), 0 if line is None else line.numel(), *flags])
         self._owed = {LEAVE: 0, SETTLE: 2}.get(kind, 1)

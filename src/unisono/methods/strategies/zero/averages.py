@@ -32,7 +32,7 @@ class ShardValues(AveragedValues):
         self,
         replica: ZeroReplica,
         units: Sequence[Unit],
-        values: Values,
+        values: Values | None,
         offload: Offloads | None,
         spare: Spare | None,
         shards: OptimizerShards,
@@ -69,6 +69,7 @@ class ShardValues(AveragedValues):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
+        assert self._model_values is not None
         with nullcontext() if self._spare is None else self._spare.changing():
             self._model_values.begin_loading()
             yield

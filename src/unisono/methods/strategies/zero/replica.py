@@ -113,18 +113,19 @@ class ZeroReplica(Replica):
             return
         found, self._misfit = fit_groups(self.strategy.within, self.world)
         self._groups = groups = Groups(self.world, found)
-        self.units = self._make_units(groups.rank)
-        self._trainable = [unit for unit in self.units if unit.trainable]
+        units = self._make_units(groups.rank)
+        self._trainable = [unit for unit in units if unit.trainable]
         if self._keeps_copies:
             spares = self._make_units((groups.rank - 1) % groups.size)
-            for unit, spare in zip(self.units, spares, strict=True):
+            for unit, spare in zip(units, spares, strict=True):
                 unit.spare = spare
         if self._keeps_copies or (groups.count > 1 and self.strategy.optimizer_on == "device"):
             self._spare = Spare(self._trainable, self.world)  # copies are here, or in the other groups
         self._channel = groups.inside.channel(inline=True)
-        self._narrow_frozen()
         device = find_device(self.model, self.world, moves=self.strategy.params_on != "device")
-        self._memory = self._find_memory(device)
+        self._memory = self._find_memory(device) if units else None
+        self.units, self.is_split = units, bool(units)  # a rank that is lost before this leaves all with each
+        self._narrow_frozen()
         if self.strategy.optimizer_on != "device":
             away = [unit for unit in self._trainable if unit.owners is None]
             for unit in away:
@@ -167,15 +168,9 @@ class ZeroReplica(Replica):
         if s.stage == 3 or s.optimizer_on != "device" or s.gather is not None or device.type != "cpu":
             return None
         inside = self._groups.inside
-        if self._keeps_copies or inside.size == 1 or len(set(inside.hosts)) > 1 or not self.units:
+        if self._keeps_copies or inside.size == 1 or len(set(inside.hosts)) > 1:
             return None
-        memory = HostMemory(inside, "zero")
-        try:
-            memory.line(1, torch.uint8)
-        except ValueError:  # ranks that talk by messages, on one host
-            memory.close()
-            return None
-        return memory
+        return HostMemory.find(inside, "zero")
 
     def _adopt_units(self, replacements: Replacements, device: torch.device) -> None:
         """Move the parameters into units, one after the other: the model may be larger than this rank's memory."""
@@ -269,19 +264,16 @@ class ZeroReplica(Replica):
         """Remove all hooks and units."""
         if self._cast is not None:
             self._cast.remove()
-        for part in (self._state_dict, self._optimizer_state):
+        self.close_windows()
+        for part in (self._state_dict, self._optimizer_state, self._values, self._offload, self._spare):
             if part is not None:
                 part.close()
-        self.close_windows()
-        for other in (self._values, self._offload, self._spare):
-            if other is not None:
-                other.close()
         if self.units:
             self._channel.close()
             self._groups.close()
         self._cast = self._state_dict = self._backward = self._values = self._offload = None
         self._spare = self._memory = self._optimizer_state = self._across = None
-        self.units = []
+        self.units, self.is_split = [], False
 
     # The loop --------------------------------------------------------------------------------------------
 
@@ -321,7 +313,7 @@ class ZeroReplica(Replica):
                 absent = {unit: gradients.absent(unit) for unit in away}
                 self._offload.step(self.members.index(self.stepping), gradients.factor(away), absent)
             self._shards.note_stepped(stepped, gradients.find_used)
-            self._values.renew(stepped)
+            self._values.end_step(stepped, self.world)
             super().after_step()
             if self._backward.window is Window.STEPPED:
                 gradients.used_up |= set(stepped)
@@ -448,7 +440,7 @@ class ZeroReplica(Replica):
 
     @property
     def averaged_values(self) -> AveragedValues:
-        if self._values is None:
+        if not self.units:
             return super().averaged_values
         if name := self.strategy.puts_off:
             raise ValueError(f"no average of the weights under {name}: steps end when others have begun. Leave it out")
@@ -469,13 +461,17 @@ class ZeroReplica(Replica):
     def progress(self) -> dict[str, Any]:
         """With copies of the shards, ranks that are a step apart go on from the same one: see `_find_holders`."""
         spare = None
-        if self._spare is not None:
+        if self._spare is not None and self.units:
             by = [self.members.index(optimizer) for optimizer in self._spare.stepped]
             spare = {**self._spare.progress(), "stepped": self._stepped, "stepped by": by}
-        split, turns = bool(self.units), self._turns
+        split, turns = self.is_split, self._turns
         reached = [self.step, split, turns] if spare is None else [turns]
         found = {"reached": reached, "split": split, "turns": turns, "copies": split and self._keeps_copies}
         return {**found, "spare": spare, "place": [self._groups.rank, self._groups.size] if split else [0, 1]}
+
+    def _who_stayed(self, world: World, source: int, every: Sequence[Any]) -> Change:
+        """By the split alone: of ranks that have the same, some may not know yet that this world was complete."""
+        return super()._who_stayed(world, source, [(every[source][0], rank, found) for _, rank, found in every])
 
     def _find_holders(self, change: Change) -> tuple[int, dict[int, checkpoint.Holder]]:
         """How many steps to go on from (with copies), and by shard who holds it then."""
@@ -516,6 +512,8 @@ class ZeroReplica(Replica):
             return
         if isinstance(self._values, GatheredValues):
             self._values.take_written()
+        if (average := self.weight_average) is not None and average.is_lifted:
+            average.place()  # a rank was lost after the last split
         if change.progress[change.source]["split"]:
             steps, holders = self._find_holders(change)
             if self._spare is not None and change.world.rank in {r for r, _ in holders.values()}:
@@ -536,6 +534,9 @@ class ZeroReplica(Replica):
             for unit in units:  # their values are out of date: memory for new ones
                 for param, shape in zip(unit.params, unit.shapes, strict=True):
                     param.data = torch.empty(shape, dtype=unit.original_dtype, device=param.device)
+            if average is not None:
+                average.place()  # the same
+        self._turns = change.progress[change.source]["turns"] + 1
 
     def _go_back(self, change: Change, steps: int) -> None:
         """With copies: a window that was counted, and whose gradients no rank has stepped, did not happen."""
@@ -548,7 +549,6 @@ class ZeroReplica(Replica):
                 ledger.resume(ledger.step_count - back)
 
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
-        self._turns = change.progress[change.source]["turns"] + 1
         found = [super().carry(change, {**shared, "step": self.step})]
         if self.strategy.within is not None:
             found.append(self._misfit or f"{self._groups.count} group(s) of {self._groups.size} rank(s) split it")

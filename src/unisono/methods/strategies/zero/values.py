@@ -34,6 +34,10 @@ class Values(ABC):
     def renew(self, units: Sequence[Unit]) -> None:
         """My shards of these units have new values: every rank gets them, at once or when a module needs them."""
 
+    def end_step(self, units: Sequence[Unit], world: World) -> None:
+        """The optimizer has stepped my shards of these units."""
+        self.renew(units)
+
     def gather_late(self) -> None:
         """Have those values here that were to come later."""
         return
@@ -111,6 +115,7 @@ class WholeValues(Values):
         self._coded = [unit for unit in units if unit.coded]
         self.always_here = not self._coded
         self._late: set[Unit] = set()  # units whose new values nothing has asked for yet
+        self._is_torn = False  # a rank was lost while they were sent: shards are newer
         self._watched = Watched(self._units, weakref.WeakMethod(self.use))
         self._versions: list[int] = []  # of the parameters, where steps are taken elsewhere
         self._seen: dict[Unit, Tensor] = {}  # there, what some values were: `p.data.copy_(x)` changes no version
@@ -150,7 +155,7 @@ class WholeValues(Values):
         return found
 
     def take_written(self) -> None:
-        for unit in self._units if self._wait is None else ():
+        for unit in self._units if self._wait is None and not self._is_torn else ():
             unit.bring_back()
             for one in unit.held:
                 one.take_written(unit.full)
@@ -182,6 +187,11 @@ class WholeValues(Values):
             if not unit.coded:
                 unit.update_shard()
             self._gather(unit)
+
+    def end_step(self, units: Sequence[Unit], world: World) -> None:
+        """A rank may be lost meanwhile: the step counts, and others of several optimizers are to end it."""
+        world.run_tolerating_loss(lambda: self.renew(units))
+        self._is_torn = world.elastic is not None and world.elastic.is_idle
 
     def end_loading(self) -> None:
         if self._coded:  # what was loaded is exact, and perhaps not all was
@@ -240,10 +250,9 @@ def gather_values(unit: Unit, mine: Tensor, world: World, *, exact: bool) -> Non
     """Gather every rank's shard of a unit into its line: as it is, or as bytes if the unit's values travel so."""
     shards = unit.shards(unit.full)
     if unit.coded and not exact:
-        world.run_tolerating_loss(lambda: gather_codes(mine, shards, world, unit.tag))
+        gather_codes(mine, shards, world, unit.tag)
     else:
-        even = unit.owners is None
-        world.run_tolerating_loss(lambda: world.all_gather(mine, even=even, out=shards, tag=unit.tag).wait())
+        world.all_gather(mine, even=unit.owners is None, out=shards, tag=unit.tag).wait()
 
 
 class CommonValues(Values):

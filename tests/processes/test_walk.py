@@ -69,6 +69,7 @@ NOTES = {  # they move nothing
         "refuse_written",
         "begin_step",
     },
+    "methods/strategies/zero/program_state.py": {"check_lent"},  # what the program did to copies of counts
     "world/batch_weights.py": {"weight"},
     "methods/strategy/mistakes.py": {"is_looking"},  # zero has compared enough
     "methods/strategy/watches.py": {"<genexpr>", "_count_params", "refuse"},  # whether there are late parameters

@@ -216,13 +216,13 @@ def test_off_the_device_muon_is_bit_by_bit_that_of_the_host(stage: int) -> None:
 def test_only_the_owner_ever_has_the_update_and_its_state() -> None:
     def worker(world: World) -> tuple[list[int], int]:
         model = make_model()
-        optimizers = muon(model)
+        optimizers: Any = muon(model)
         replica: Any = un.parallel(model, optimizers, "zero(stage=3)", world=world)
         train(model, optimizers, [world.rank], range(1))
         whole = [unit for unit in replica.units if unit.owners is not None]
         assert all(unit.shard_length == unit.lengths[world.rank] for unit in whole)
         owned = [unit.params[part.slot].numel() for unit in whole for part in unit.parts]
-        kept = [x.numel() for state in optimizers[0].state.values() for x in state.values()]
+        kept = [x.numel() for state in optimizers[0].state.own.values() for x in state.values()]
         assert sorted(owned) == sorted(kept)
         return sorted(owned), sum(unit.numel for unit in whole)
 

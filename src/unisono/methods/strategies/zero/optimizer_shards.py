@@ -36,7 +36,7 @@ class OptimizerShards:
     """An optimizer that steps leaves, with their part of the state, instead of the parameters that it was made with."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._members = optimizer, members_of(optimizer)
         self._units: list[Unit] = []
         self._of: dict[Tensor, list[Parameter]] = {}  # the leaves of every parameter that is split
         self._whole: list[list[Parameter]] | None = None  # what the groups hold otherwise, while they hold leaves
@@ -56,14 +56,14 @@ class OptimizerShards:
         """Of one of several optimizers: the number of its first parameter among those of all, and its own numbers of
         the parameters that are split."""
         self.settle()
-        before, mine = members_of(self.optimizer)[:member], members_of(self.optimizer)[member]
+        before, mine = self._members[:member], self._members[member]
         first = sum(len(group["params"]) for other in before for group in other.param_groups)
         params = [p for group in mine.param_groups for p in group["params"]]
         return first, {number for number, param in enumerate(params) if param in self._of}
 
     def states(self, unit: Unit) -> Any:
         """The state of the optimizer that steps a unit, by leaf."""
-        return self._shown[unit.member].own if self._shown else members_of(self.optimizer)[unit.member].state
+        return self._shown[unit.member].own if self._shown else self._members[unit.member].state
 
     def split(
         self, units: Sequence[Unit], offload: Offloads | None, agree: Callable[[str], None]
@@ -100,7 +100,7 @@ class OptimizerShards:
                     self._known[param] = _count_steps(state)
                 if state and not unit.steps_here:
                     before[numbers[param]] = dict(state)
-        for i, member in enumerate(members_of(self.optimizer)):
+        for i, member in enumerate(self._members):
             mine: dict[Tensor, list[Parameter]] = {
                 p: leaves[p] for unit in units if unit.member == i for p in unit.params
             }
@@ -112,7 +112,7 @@ class OptimizerShards:
         """Between steps: take over what the program has put in the place of the optimizer's state, which can only be
         nothing."""
         self.end_step()
-        for member, shown in zip(members_of(self.optimizer), self._shown, strict=False):
+        for member, shown in zip(self._members, self._shown, strict=False):
             given, member.state = member.state, shown  # type: ignore[assignment]
             shown.check_lent()
             if given is not shown:
@@ -124,7 +124,7 @@ class OptimizerShards:
         """Let the optimizer's groups hold the leaves, until `end_step`."""
         if self._whole is None:
             self.settle()
-            for member, shown in zip(members_of(self.optimizer), self._shown, strict=False):
+            for member, shown in zip(self._members, self._shown, strict=False):
                 member.state = shown.own
             groups = self.optimizer.param_groups
             self._whole = [group["params"] for group in groups]
@@ -135,7 +135,7 @@ class OptimizerShards:
         """Let the optimizer's groups hold the program's parameters again."""
         for group, params in zip(self.optimizer.param_groups, self._whole or (), strict=False):
             group["params"] = params
-        for member, shown in zip(members_of(self.optimizer), self._shown, strict=False):
+        for member, shown in zip(self._members, self._shown, strict=False):
             if member.state is shown.own:
                 member.state = shown  # type: ignore[assignment]
         self._whole = None
@@ -144,7 +144,7 @@ class OptimizerShards:
         """Let the optimizer step the parameters that it was made with, without state."""
         self.end_step()
         self.drop_state()
-        for member, shown in zip(members_of(self.optimizer), self._shown, strict=False):
+        for member, shown in zip(self._members, self._shown, strict=False):
             member.state = shown.own
         self._of, self._shown, self._known = {}, [], {}
 
@@ -166,7 +166,7 @@ class OptimizerShards:
                 keeps = any(states.get(leaf) for leaf in unit.leaves) or not unit.leaves
                 new = [p for p in new if keeps and (p not in self._places or states.get(self._leaf(p)))]
             elif new:
-                member = members_of(self.optimizer)[unit.member]
+                member = self._members[unit.member]
                 rule = self._rules[unit.member] = self._rules.get(unit.member) or make_rule(member)
                 kept = [(rule.find_state(read_settings(group)), {*group["params"]}) for group in member.param_groups]
                 new = [p for p in new if any(p in params and (x.lines or x.scalars) for x, params in kept)]
@@ -175,7 +175,7 @@ class OptimizerShards:
 
     def take_loaded(self, member: Optimizer) -> None:
         """`load_state_dict()` has made a state for what is not split."""
-        shown = next(x for one, x in zip(members_of(self.optimizer), self._shown, strict=True) if one is member)
+        shown = next(x for one, x in zip(self._members, self._shown, strict=True) if one is member)
         if member.state is not shown:
             shown.own, member.state = member.state, shown  # type: ignore[assignment]
 

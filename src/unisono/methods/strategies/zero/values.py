@@ -183,9 +183,10 @@ class WholeValues(Values):
                 self._watched.hide(unit)
             self.release_all()
             return
-        for unit in units:
+        for unit in units:  # all of them before a rank may be lost
             if not unit.coded:
                 unit.update_shard()
+        for unit in units:
             self._gather(unit)
 
     def end_step(self, units: Sequence[Unit], world: World) -> None:

@@ -111,4 +111,5 @@ def simulate(size: int, *, rank: int = 0, bits_per_s: float = 1e9, latency_s: fl
         return World(None, hosts=hosts)
     transport = SimulatedTransport(rank, size, bits_per_s=bits_per_s, latency_s=latency_s)
     ledger = Ledger(rank, clock=lambda: time.perf_counter() + transport.seconds)
-    return World(transport, hosts=hosts, ledger=ledger)
+    # In the thread that calls: one behind it would turn the clock before or after the program begins to wait.
+    return World(transport, hosts=hosts, ledger=ledger, inline=True)

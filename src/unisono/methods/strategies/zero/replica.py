@@ -390,7 +390,7 @@ class ZeroReplica(Replica):
         return self._backward.channel if self._backward is not None else self.world
 
     def _agree(self, what: str) -> None:
-        self._find_channel().barrier(tag=what)  # on every rank, between steps
+        self.world.run_tolerating_loss(lambda: self._find_channel().barrier(tag=what))  # on every rank, between steps
         self._end_delay()
 
     def _gather_optimizer(self, member: int) -> dict[Tensor, dict[str, Any]]:

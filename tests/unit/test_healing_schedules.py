@@ -65,8 +65,8 @@ def make_data() -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.sin(x.sum(1)), torch.arange(SAMPLES)
 
 
-def make_training(model: Counting) -> tuple[torch.optim.SGD, Any]:
-    groups = [{"params": [model.uses], "lr": 1.0}, {"params": [model.weight], "lr": 0.3, "momentum": 0.9}]
+def make_training(model: Counting, momentum: float = 0.9) -> tuple[torch.optim.SGD, Any]:
+    groups = [{"params": [model.uses], "lr": 1.0}, {"params": [model.weight], "lr": 0.3, "momentum": momentum}]
     optimizer = torch.optim.SGD(groups)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda k: 1.0, lambda k: 1.0 / (1.0 + 0.2 * k)])
 
@@ -82,10 +82,10 @@ def make_several(model: Counting) -> tuple[list[torch.optim.SGD], list[Any]]:
 DATA = make_data()
 
 
-def reference(batches: int) -> tuple[Counting, list[Tensor], Counting]:
+def reference(batches: int, momentum: float = 0.9) -> tuple[Counting, list[Tensor], Counting]:
     """Plain PyTorch in one process, on the same global batches; so many of them a step. And torch's own average."""
     model = Counting()
-    optimizer, schedule = make_training(model)
+    optimizer, schedule = make_training(model, momentum)
     averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(DECAY))
     sums = []
     shard = un.shard(DATA, BATCH, seed=3, world=World())
@@ -101,7 +101,7 @@ def reference(batches: int) -> tuple[Counting, list[Tensor], Counting]:
     return model, sums, averaged.module
 
 
-EXPECTED = {batches: reference(batches) for batches in (1, 2)}
+EXPECTED = {**{batches: reference(batches) for batches in (1, 2)}, "cleared": reference(1, momentum=0.0)}
 
 
 def train(
@@ -113,13 +113,14 @@ def train(
     validates: bool = False,
     several: bool = False,
     clamps: bool = False,
+    clears: bool = False,
     strategy: str = "allreduce",
     grows: int = 0,
 ) -> dict[str, Any]:
     """The same with other workers. `calls`: the program asks the others for something after each batch, too;
     `validates`: in another pass after each; `several`: with two optimizers; `clamps`: it writes to
-    parameters after each step; `grows`: to so many workers, of which one
-    waits before the first batch."""
+    parameters after each step; `clears`: it clears the optimizer's state there, so that momentum never counts;
+    `grows`: to so many workers, of which one waits before the first batch."""
     model = Counting()
     optimizers, schedules = make_several(model) if several else [[one] for one in make_training(model)]
     average = un.average(un.parallel(model, optimizers, strategy, world=world), decay=DECAY)
@@ -141,6 +142,8 @@ def train(
                     optimizer.step()
                     optimizer.zero_grad()
                     schedule.step()
+                    if clears:
+                        optimizer.state.clear()
                 life.run.advance()
             for p in model.parameters() if clamps else ():
                 p.data.clamp_(-1e9, 1e9)
@@ -153,7 +156,8 @@ def train(
     assert world.elastic is not None
     late = isinstance(world.elastic.healer, Healing) and world.elastic.healer._is_late  # it came after the last batch
     batches_seen = None if late else counters["batches"]
-    return {"model": model, "sums": sums, "batches": batches_seen, "each": batches, "average": average.state()}
+    each = "cleared" if clears else batches
+    return {"model": model, "sums": sums, "batches": batches_seen, "each": each, "average": average.state()}
 
 
 def check(run: Run) -> None:
@@ -203,6 +207,13 @@ def test_a_death_in_each_operation_of_an_epoch(victim: int, strategy: str) -> No
 
 def test_values_that_a_death_has_torn_do_not_pass_for_writes_of_the_program() -> None:
     program = partial(train, strategy="zero(stage=3, spare=True)", clamps=True)
+    for at in range(14):
+        check(Run(program, 3, [Event("die in", 2, at, lucky=frozenset({1}))]).play())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_death_while_the_optimizers_state_is_cleared(stage: int) -> None:
+    program = partial(train, strategy=f"zero(stage={stage}, spare=True)", clears=True)
     for at in range(14):
         check(Run(program, 3, [Event("die in", 2, at, lucky=frozenset({1}))]).play())
 
